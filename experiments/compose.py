@@ -1,0 +1,128 @@
+"""From Hydra's configuration to objects, and from its errors to one line."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose
+from hydra.errors import HydraException, InstantiationException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from kvsem.errors import KvsemError, SettingError, check_range
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+CHOSEN = ("context", "chunker", "embedder", "index", "gate", "aligner")  # set: for every arm
+ALWAYS = ("exact", "exact_again")
+
+
+def check(cfg: DictConfig) -> None:
+    """Raise `SettingError` for a key that is unknown or a value that is out of range."""
+    known = {str(key) for key in compose("run")}
+    for key in cfg:
+        if str(key) not in known:
+            raise unknown(str(key), known)
+    if cfg.recompute_ratio is not None:
+        check_range("recompute_ratio", _number("recompute_ratio", cfg), 0.0, 1.0)
+    if not isinstance(cfg.threads, int) or cfg.threads < 1:
+        raise SettingError("threads", cfg.threads, "a whole number from 1 up")
+    if not isinstance(cfg.seed, int) or cfg.seed < 0:
+        raise SettingError("seed", cfg.seed, "a whole number from 0 up")
+    if cfg.baselines not in ("reuse", "measure"):
+        raise SettingError("baselines", cfg.baselines, "reuse or measure")
+    _check_names("arms", cfg.arms, (*ALWAYS, *_names("arm"), *_names("recompute")))
+    _check_names("metrics", cfg.metrics, _names("metric"))
+
+
+def _number(name: str, cfg: DictConfig) -> float:
+    value = cfg[name]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise SettingError(name, value, "a number from 0 to 1, or null")
+    return float(value)
+
+
+def _names(group: str) -> tuple[str, ...]:
+    names = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    return tuple(name for name in names if (group, name) != ("arm", "base"))
+
+
+def _check_names(field: str, values: Any, known: Sequence[str]) -> None:
+    if not OmegaConf.is_list(values):
+        raise SettingError(field, values, f"a list, such as {field}=[{known[-1]}]")
+    for value in values:
+        if value not in known:
+            raise SettingError(field, value, f"names out of {', '.join(dict.fromkeys(known))}")
+    if len(set(values)) < len(values):
+        raise SettingError(field, list(values), "each name once")
+
+
+def unknown(name: str, known: set[str]) -> SettingError:
+    """The error for a setting that does not exist, with the nearest that does."""
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return SettingError(name, "…", f"a known setting ({', '.join(sorted(known))}){hint}")
+
+
+def arm_config(name: str, cfg: DictConfig) -> DictConfig:
+    """The arm ``conf/arm/NAME.yaml``, or the base arm with the rule ``conf/recompute/NAME.yaml``.
+
+    Settings of the run that hold for every arm are laid over it.
+    """
+    own = (CONF / "arm" / f"{name}.yaml").is_file()
+    rule = [] if own else [f"recompute@arm.recompute={name}"]
+    arm: DictConfig = compose(f"arm/{name}" if own else "arm/base", overrides=rule).arm
+    OmegaConf.set_struct(arm, False)
+    for part in CHOSEN:
+        if cfg.get(part) is not None:
+            arm[part] = cfg[part]
+    if cfg.recompute_ratio is not None and "ratio" in arm.recompute:
+        arm.recompute.ratio = cfg.recompute_ratio
+        if "k" in arm.recompute:
+            arm.recompute.k = None
+    return arm
+
+
+def make(cfg: Any, field: str, **more: Any) -> Any:
+    """The object that ``cfg`` describes; a mistake in it is a `KvsemError` naming ``field``."""
+    try:
+        return instantiate(cfg, **more)
+    except InstantiationException as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None and not isinstance(cause, KvsemError):
+            cause = cause.__cause__
+        if isinstance(cause, KvsemError):
+            raise cause from error
+        stray = re.search(r"unexpected keyword argument '(\w+)'", str(cause))
+        if stray:
+            keys = ", ".join(str(k) for k in cfg if k not in ("_target_", stray[1]))
+            raise SettingError(f"{field}.{stray[1]}", cfg[stray[1]], f"one of {keys}") from error
+        raise KvsemError(f"{field}: {one_line(cause)}") from error
+
+
+def describe_part(cfg: Any) -> str:
+    """One part in a row's settings: ``EpicRecompute(ratio=0.15, k=None)``."""
+    values = OmegaConf.to_container(cfg) if OmegaConf.is_config(cfg) else cfg
+    if not isinstance(values, Mapping) or "_target_" not in values:
+        return str(values)
+    shown = (f"{k}={v}" for k, v in values.items() if not str(k).startswith("_"))
+    return f"{values['_target_'].rsplit('.', 1)[-1]}({', '.join(shown)})"
+
+
+def one_line(error: BaseException) -> str:
+    """An error as one line that says what would be right."""
+    text = str(error).strip() or type(error).__name__
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        strange = re.search(r"Could not override '([^']+)'", text)
+        if strange:
+            return str(unknown(strange[1], {str(key) for key in compose("run")}))
+        choice = re.search(r"(?:Could not find|In '[^']+': Could not find) '([^']+)'", text)
+        options = re.findall(r"^\t(\S+)$", text, flags=re.MULTILINE)
+        if choice and options:
+            group, _, name = str(choice[1]).rpartition("/")
+            return f"{group}={name!r}: expected one of {', '.join(map(str, options))}"
+    return re.sub(r"\s+", " ", text)

@@ -1,0 +1,226 @@
+"""The experiment: several arms on the same requests, next to exact computation.
+
+python experiments/run.py --help
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ["HYDRA_FULL_ERROR"] = "1"  # errors arrive here whole, and leave as one line
+
+import hydra
+import torch
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from experiments.compose import arm_config, check, describe_part, make, one_line  # noqa: E402
+from kvsem.baselines import Baselines  # noqa: E402
+from kvsem.engine import Admit, Engine  # noqa: E402
+from kvsem.environment import describe, versions  # noqa: E402
+from kvsem.errors import DataError, KvsemError, SettingError  # noqa: E402
+from kvsem.harness import Arm, Harness  # noqa: E402
+from kvsem.packaged import cache_root  # noqa: E402
+from kvsem.plots import write_plots  # noqa: E402
+from kvsem.report import terminal_table, write_report  # noqa: E402
+from kvsem.results import RunDir, summarise  # noqa: E402
+from kvsem.tracking import track  # noqa: E402
+from kvsem.types import Request  # noqa: E402
+
+PARTS = ("chunker", "embedder", "index", "gate", "aligner", "recompute", "context")
+
+
+class Experiment:
+    """One run: everything that its configuration names, made and put together."""
+
+    def __init__(self, cfg: DictConfig, console: Console) -> None:
+        check(cfg)
+        torch.set_num_threads(cfg.threads)
+        self.cfg, self.console = cfg, console
+        self.workload = make(cfg.workload, "workload")
+        self.requests: list[Request] = list(self.workload)
+        if not self.requests:
+            raise DataError("the workload has no requests")
+        self.configs = {name: arm_config(name, cfg) for name in cfg.arms if "exact" not in name}
+        self._shared: dict[str, Any] = {}
+        self.lm = make(cfg.model, "model")
+        self.arms = [self._arm(name, arm) for name, arm in self.configs.items()]
+        self.harness = self._harness()
+
+    def _arm(self, name: str, arm: DictConfig) -> Arm:
+        parts = {part: self._part(part, arm[part]) for part in PARTS}
+        admit: Admit = "none" if self.workload.ingest else arm.admit
+        engine = Engine(
+            self.lm, **parts, admit=admit, n_candidates=arm.n_candidates, seed=self.cfg.seed
+        )
+        settings = {part: describe_part(arm[part]) for part in PARTS}
+        return Arm(name, engine, tuple(arm.drop), {**settings, "admit": admit})
+
+    def _part(self, name: str, cfg: DictConfig | None) -> Any:
+        """Parts are made once per configuration: a model is loaded once for all arms."""
+        key = f"{name}:{OmegaConf.to_yaml(cfg) if cfg is not None else None}"
+        if key not in self._shared:
+            self._shared[key] = make(cfg, name) if cfg is not None else None
+        return self._shared[key]
+
+    def _harness(self) -> Harness:
+        base = arm_config("none", self.cfg)
+        parts = {part: self._part(part, base[part]) for part in PARTS}
+        parts |= {"embedder": None, "index": None}
+        metrics = [make(_metric(name), f"metric/{name}") for name in self.cfg.metrics]
+        keep = self.cfg.baselines == "reuse"
+        settings = {
+            "model": self.lm.name,
+            "weights": self.lm.weights_digest()[:16],
+            "dtype": str(self.lm.dtype).removeprefix("torch."),
+            "device": str(self.lm.device),
+            "threads": self.cfg.threads,
+            "seed": self.cfg.seed,
+            "ingest": self.workload.ingest,
+            "versions": " ".join(f"{name} {number}" for name, number in versions().items()),
+        }
+        return Harness(
+            self.lm,
+            Engine(self.lm, **parts, admit="none"),
+            self.arms,
+            metrics,
+            Baselines(cache_root() / "baselines") if keep else None,
+            settings,
+        )
+
+    # -- the run --------------------------------------------------------------------------------
+
+    def run(self, run: RunDir) -> dict[str, Any]:
+        """Rows, summary, plots and page into ``run``; returns the summary."""
+        names = [*(a.name for a in self.harness.exact), *(a.name for a in self.arms)]
+        finished = run.finished()
+        left = [r for r in self.requests if any((r.id, n) not in finished for n in names)]
+        if finished and not self.workload.ingest and left:
+            raise SettingError(
+                "out", str(run.path), "a new folder: a cache that fills cannot resume"
+            )
+        with _progress(self.console) as progress:
+            if self.workload.ingest and left:
+                self._ingest(progress)
+            if left:
+                self.harness.warm_up(self.requests[0])
+            task = progress.add_task("requests", total=len(left))
+            for rows in self.harness.run(left):
+                for row in rows:
+                    if (row["request"], row["arm"]) not in finished:
+                        run.append(row)
+                progress.advance(task)
+        summary = summarise(run.rows(), self._build_ms(), self._support(), self._status())
+        run.write_summary(summary)
+        return summary
+
+    def _ingest(self, progress: Progress) -> None:
+        """Each different way of building is built once; arms that agree share the entries."""
+        built: dict[str, Arm] = {}
+        for arm in self.arms:
+            config = self.configs[arm.name]
+            same = ("chunker", "embedder", "index", "context")
+            key = "\n".join(describe_part(config[part]) for part in same)
+            if key in built:
+                arm.engine.share(built[key].engine)
+                arm.build_ms = built[key].build_ms
+                continue
+            start = time.perf_counter()
+            for tenant in dict.fromkeys(r.tenant for r in self.requests):
+                mine = [r for r in self.requests if r.tenant == tenant]
+                name = f"ingest ({arm.engine.context.name})"
+                arm.engine.ingest(mine, track=partial(progress.track, description=name))
+            arm.build_ms = (time.perf_counter() - start) * 1e3
+            built[key] = arm
+
+    def _build_ms(self) -> dict[str, float]:
+        return {arm.name: arm.build_ms for arm in self.arms if arm.build_ms}
+
+    def _support(self) -> dict[str, dict[str, Any]]:
+        return {n: {"ok": ok, "reason": reason} for n, (ok, reason) in self.lm.support.items()}
+
+    def _status(self) -> dict[str, Any]:
+        notes = []
+        if self.harness.n_cached:
+            notes.append(
+                f"exact's answers and times of {self.harness.n_cached} requests come from an "
+                "earlier run on this machine (baselines=measure measures them anew, interleaved)"
+            )
+        for arm in self.arms:
+            if arm.engine.store.n_not_finite:
+                notes.append(f"{arm.name}: {arm.engine.store.n_not_finite} entries were not finite")
+        off = [name for name in ("moved_chunk", "blend") if not self.lm.support[name][0]]
+        for name in off:
+            notes.append(f"{name} is off: {self.lm.support[name][1]}; only exact prefix is reused")
+        return {"state": "finished", "n_requests": len(self.requests), "notes": notes}
+
+
+def _metric(name: str) -> DictConfig:
+    metric: DictConfig = hydra.compose(f"metric/{name}").metric
+    return metric
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
+
+
+def _folder(cfg: DictConfig) -> RunDir:
+    kept = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "out"])
+    out = Path(cfg.out) if cfg.out is not None else None
+    env = describe(ROOT, seed=cfg.seed)
+    return RunDir.create(out, ROOT / "runs", "run", config=OmegaConf.to_yaml(kept), env=env)
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="run")
+def main(cfg: DictConfig) -> None:
+    console = Console()
+    experiment = Experiment(cfg, console)
+    with _folder(cfg) as run:
+        summary = experiment.run(run)
+        write_plots(run)
+        page = write_report(run)
+        track(run, make(cfg.tracking, "tracking"))
+    console.print(terminal_table(summary))
+    for note in summary["status"]["notes"]:
+        console.print(f"note: {note}")
+    console.print(f"report: {page}", soft_wrap=True)
+
+
+def entry(arguments: Sequence[str] | None = None) -> int:
+    """Run, and turn a user's mistake into one line and exit code 2."""
+
+    if arguments is not None:
+        sys.argv[1:] = list(arguments)
+    try:
+        main()
+    except (KvsemError, HydraException, OmegaConfBaseException) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command with out=FOLDER goes on where it was", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(entry())

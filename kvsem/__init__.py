@@ -1,0 +1,1 @@
+"""Semantic KV-cache reuse, always measured against exact computation."""

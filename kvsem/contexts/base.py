@@ -1,0 +1,60 @@
+"""A donor context says behind which text a passage's KV is computed at ingestion."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvsem.types import Kind, Request
+
+PASSAGES: tuple[Kind, ...] = ("passage", "target", "turn")
+
+
+@dataclass(frozen=True)
+class Donor:
+    """One chunk-to-be and what stands ahead of it in the donor prompt.
+
+    ``company`` texts stand between the system prompt and ``text``. With ``bare`` the text stands
+    behind the tokenizer's BOS only: no system prompt, no template. ``context`` is what really
+    was built, which differs from the name asked for where no company could be had.
+    """
+
+    text: str
+    system: str | None
+    company: tuple[str, ...] = ()
+    bare: bool = False
+    context: str = "behind_system"
+
+
+class DonorContext(Protocol):
+    name: str
+
+    def donors(self, requests: Sequence[Request], seed: int) -> list[Donor]:
+        """One donor for each distinct (system, passage) of the requests; donors of donor/target
+        records stand directly behind the system prompt whatever the context."""
+        ...
+
+
+def place_passages(
+    requests: Sequence[Request], place: Callable[[str, str | None], Donor]
+) -> list[Donor]:
+    """Donors of donor/target records behind the system prompt, and ``place(text, system)`` for
+    each other distinct (system, passage); one per key, in the order in which they first occur.
+
+    The target of a donor/target record is not placed: it is what the donor stands in for.
+    """
+    given = {(r.system, text): Donor(text, r.system) for r in requests for text in r.donors}
+    keys = ((r.system, text) for r in requests for text in r.donors or r.segments(*PASSAGES))
+    return [given.get(key) or place(key[1], key[0]) for key in dict.fromkeys(keys)]
+
+
+def warn_lonely(donors: Sequence[Donor], requests: Sequence[Request], name: str) -> None:
+    """One warning where passages without donors of their own fell back to ``behind_system``."""
+    given = {(r.system, text) for r in requests for text in r.donors}
+    n_lonely = sum(d.context == "behind_system" and (d.system, d.text) not in given for d in donors)
+    if n_lonely:
+        warnings.warn(
+            f"context={name}: no company for {n_lonely} of {len(donors)} passages, which stand "
+            "directly behind the system prompt instead",
+            stacklevel=3,
+        )

@@ -1,0 +1,56 @@
+"""The donor stands behind its own request's passages, in another order."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+
+from kvsem.contexts.base import PASSAGES, Donor, place_passages, warn_lonely
+from kvsem.keys import digest
+from kvsem.types import Request
+
+
+class InCompanyOwn:
+    """Behind all other passages of the first request that holds it, shuffled with the seed.
+
+    The last of them is never the predecessor that the passage has in any request; where each of
+    them is one, the next request that holds the passage lends its passages. Without any, the
+    passage stands `behind_system`, with one warning.
+    """
+
+    name = "in_company_own"
+
+    def donors(self, requests: Sequence[Request], seed: int) -> list[Donor]:
+        held = _holders(requests)
+        ahead = _predecessors(requests)
+
+        def place(text: str, system: str | None) -> Donor:
+            for others in held[system, text]:
+                ranked = sorted(others, key=lambda o: digest("own", seed=seed, text=text, other=o))
+                if last := [other for other in ranked if other not in ahead[text]]:
+                    company = (*(o for o in ranked if o != last[-1]), last[-1])
+                    return Donor(text, system, company, context=self.name)
+            return Donor(text, system)
+
+        donors = place_passages(requests, place)
+        warn_lonely(donors, requests, self.name)
+        return donors
+
+
+def _holders(requests: Sequence[Request]) -> dict[tuple[str | None, str], list[list[str]]]:
+    """(system, text) → the other distinct passages of each request that holds it, in order."""
+    held = defaultdict(list)
+    for request in requests:
+        texts = dict.fromkeys(request.segments(*PASSAGES))
+        for text in texts if not request.donors else ():
+            held[request.system, text].append([other for other in texts if other != text])
+    return held
+
+
+def _predecessors(requests: Sequence[Request]) -> dict[str, set[str]]:
+    """Text → the texts directly ahead of it in any prompt."""
+    ahead: dict[str, set[str]] = defaultdict(set)
+    for request in requests:
+        texts = [s.text for message in request.messages for s in message.segments]
+        for before, text in pairwise(texts):
+            ahead[text].add(before)
+    return ahead

@@ -1,0 +1,376 @@
+"""One request, four steps: plan, prefill, decode, admit."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+
+from kvsem.aligners.base import Aligner
+from kvsem.chunkers.base import Chunker
+from kvsem.contexts.base import Donor, DonorContext
+from kvsem.embedders.base import Embedder
+from kvsem.errors import KvsemError, SettingError
+from kvsem.forward import KVBuffer
+from kvsem.gates.base import Gate
+from kvsem.index.base import ChunkIndex
+from kvsem.keys import chain_key, entry_id
+from kvsem.lm import LM
+from kvsem.memory.gather import gather
+from kvsem.memory.store import ChunkStore
+from kvsem.planner import Planner
+from kvsem.prompt import Prompt, render
+from kvsem.recompute.base import Adjusts, Recompute, State
+from kvsem.types import (
+    Chunk,
+    ChunkKV,
+    Cost,
+    Message,
+    Output,
+    Provenance,
+    Request,
+    ReusePlan,
+    Segment,
+)
+
+Admit = Literal["all", "exact_only", "none"]
+Track = Callable[[Sequence[Donor]], Iterable[Donor]]
+
+
+@dataclass
+class Prefilled:
+    """A request up to its first token. ``kv`` holds its KV; what follows may be appended."""
+
+    request: Request
+    prompt: Prompt
+    plan: ReusePlan
+    kv: KVBuffer
+    logits: torch.Tensor  # fp32 [vocab]
+    first: int
+    computed: np.ndarray  # bool [layers, n]
+    cost: Cost
+
+
+class Engine:
+    """Semantic KV reuse around one `LM`. Parts that are left out take the defaults of `conf/`.
+
+    ``embedder=None`` (with ``index=None``) reuses identical content only. ``admit``: what a
+    served request leaves behind: ``all``, ``exact_only`` (nothing computed on reused KV) or
+    ``none`` (the cache is read-only). ``index`` makes an empty index, given dim and identity.
+    """
+
+    def __init__(
+        self,
+        lm: LM,
+        *,
+        chunker: Chunker,
+        aligner: Aligner,
+        gate: Gate,
+        recompute: Recompute,
+        context: DonorContext,
+        embedder: Embedder | None = None,
+        index: Callable[..., ChunkIndex] | None = None,
+        admit: Admit = "all",
+        n_candidates: int = 4,
+        seed: int = 0,
+    ) -> None:
+        if admit not in ("all", "exact_only", "none"):
+            raise SettingError("admit", admit, "all, exact_only or none")
+        if n_candidates < 1:
+            raise SettingError("n_candidates", n_candidates, "a whole number from 1 up")
+        self.lm, self.chunker, self.aligner, self.gate = lm, chunker, aligner, gate
+        self.recompute, self.context, self.embedder = recompute, context, embedder
+        self.admit, self.n_candidates, self.seed = admit, n_candidates, seed
+        self.store = ChunkStore()
+        self._make_index = index
+        self._indexes: dict[str, ChunkIndex] = {}  # by namespace: tenants stay apart
+        self._keys_by_id: dict[int, str] = {}
+
+    # -- ingest ---------------------------------------------------------------------------------
+
+    def ingest(
+        self, texts: Iterable[str | Request], system: str | None = None, track: Track = iter
+    ) -> int:
+        """Compute and store the KV of passages ahead of time; returns how many entries are new.
+
+        Plain texts each count as a request of their own (behind ``system``); of a `Request`, its
+        passages are taken. The donor context decides what stands ahead of each. ``track`` wraps
+        the donors, for a progress bar.
+        """
+        requests = [
+            t if isinstance(t, Request) else Request.rag(f"text-{i}", [t], "?", system=system)
+            for i, t in enumerate(texts)
+        ]
+        donors = self.context.donors(requests, self.seed)
+        tenants = {request.tenant for request in requests}
+        if len(tenants) > 1:
+            raise KvsemError("ingest takes the requests of one tenant at a time")
+        before = len(self.store)
+        for donor in track(donors):
+            self._build(donor, next(iter(tenants), ""))
+        return len(self.store) - before
+
+    def share(self, other: Engine) -> None:
+        """Start from what ``other`` ingested: a store of its own over the same entries.
+
+        Both engines must be read-only (``admit=none``): the index is the same object.
+        """
+        if (self.admit, other.admit) != ("none", "none"):
+            raise KvsemError("only engines with admit=none share what was ingested")
+        for entry in other.store:
+            self.store.put(entry)
+        self._indexes, self._keys_by_id = dict(other._indexes), dict(other._keys_by_id)
+
+    def _build(self, donor: Donor, tenant: str) -> None:
+        """One exact forward over the donor prompt, up to the end of its passage."""
+        namespace = self.lm.namespace(tenant)
+        prompt = render(self.lm.tokenizer, _donor_request(donor))
+        piece = [p for p in prompt.pieces if p.kind == "passage"][-1]
+        planner = self._planner(namespace)
+        chunks = planner.chunks(prompt, piece)
+        if not chunks or all(self.store.get(c.key) for c in chunks):
+            return
+        if donor.bare:
+            self._store_bare(prompt, chunks, namespace, donor)
+            return
+        ids = prompt.ids[: piece.end]
+        self.lm.check_prompt(len(ids))
+        head = planner.chunks(prompt, prompt.pieces[0]) if prompt.pieces[0].kind == "system" else []
+        kv = self._exact(ids, head)
+        for chunk in head:
+            self._put(chunk, kv, ids, namespace, "start", 0)
+        for chunk in chunks:
+            self._put(chunk, kv, ids, namespace, donor.context, 0)
+        self._add_vectors(chunks, namespace)
+
+    def _exact(self, ids: np.ndarray, head: list[Chunk]) -> KVBuffer:
+        """Exact KV of ``ids``; the head is copied where it is stored."""
+        kv = self.lm.buffer(len(ids))
+        rest = torch.ones(len(ids), dtype=torch.bool)
+        for chunk in head:
+            entry = self.store.get(chunk.key)
+            if entry is not None and len(chunk.ids) < len(ids):
+                for layer in range(self.lm.n_layers):
+                    kv.keys[layer][0, :, : len(chunk.ids)] = entry.keys[layer]
+                    kv.values[layer][0, :, : len(chunk.ids)] = entry.values[layer]
+                rest[: len(chunk.ids)] = False
+        self.lm.prefill(ids, kv, lambda _: rest)
+        return kv
+
+    def _store_bare(
+        self, prompt: Prompt, chunks: list[Chunk], namespace: str, donor: Donor
+    ) -> None:
+        bos = self.lm.tokenizer.bos_token_id
+        ahead = np.array([] if bos is None else [bos], dtype=np.int64)
+        ids = np.concatenate([ahead, prompt.ids[chunks[0].start : chunks[-1].end]])
+        kv = self._exact(ids, [])
+        moved = len(ahead) - chunks[0].start
+        placed = [replace(c, start=c.start + moved, end=c.end + moved) for c in chunks]
+        for chunk in placed:
+            self._put(chunk, kv, ids, namespace, donor.context, 0)
+        self._add_vectors(placed, namespace)
+
+    def _put(
+        self, chunk: Chunk, kv: KVBuffer, ids: np.ndarray, namespace: str, context: str, depth: int
+    ) -> bool:
+        if self.store.get(chunk.key) is not None:
+            return False
+        keys, values = kv.slice(chunk.start, chunk.end)
+        ahead = chain_key(namespace, ids[: chunk.start])
+        entry = ChunkKV(
+            chunk.key,
+            namespace,
+            chunk.text,
+            chunk.ids,
+            chunk.inner,
+            chunk.start,
+            context,
+            ahead,
+            depth,
+            keys,
+            values,
+        )
+        return self.store.put(entry)
+
+    def _add_vectors(self, chunks: Sequence[Chunk], namespace: str) -> None:
+        """Make stored chunks findable; their bytes are whole by now."""
+        new = [c for c in chunks if c.kind != "system" and self.store.get(c.key) is not None]
+        if self.embedder is None or self._make_index is None or not new:
+            return
+        vectors = self.embedder.embed([c.text for c in new])
+        meaning = np.linalg.norm(vectors, axis=1) > 0  # a text without content has no direction
+        found = [c for c, m in zip(new, meaning, strict=True) if m]
+        self._index(namespace).add([entry_id(c.key) for c in found], vectors[meaning])
+        self._keys_by_id.update((entry_id(c.key), c.key) for c in found)
+
+    def _index(self, namespace: str) -> ChunkIndex:
+        if namespace not in self._indexes:
+            assert self._make_index is not None
+            assert self.embedder is not None
+            given = getattr(self._make_index, "keywords", {})
+            wanted = {"dim": self.embedder.dim, "identity": self.embedder.identity}
+            index = self._make_index(**{k: v for k, v in wanted.items() if k not in given})
+            index.check(self.embedder)
+            self._indexes[namespace] = index
+        return self._indexes[namespace]
+
+    def forget(self, key: str) -> bool:
+        """Remove an entry from the store and every index."""
+        for index in self._indexes.values():
+            index.remove([entry_id(key)])
+        self._keys_by_id.pop(entry_id(key), None)
+        return self.store.forget(key)
+
+    # -- plan -----------------------------------------------------------------------------------
+
+    def _planner(self, namespace: str) -> Planner:
+        moved = "; ".join(
+            f"{name} is off: {reason}"
+            for name in ("moved_chunk", "blend")
+            for ok, reason in [self.lm.support.get(name, (False, "not checked"))]
+            if not ok
+        )
+        return Planner(
+            self.chunker,
+            self.aligner,
+            self.gate,
+            self.embedder,
+            self.store,
+            self._indexes.get(namespace),
+            self._keys_by_id,
+            namespace,
+            moved,
+            self.n_candidates,
+        )
+
+    def plan(self, request: Request) -> ReusePlan:
+        """What would be reused for ``request``, and why not the rest."""
+        prompt = render(self.lm.tokenizer, request)
+        return self._planner(self.lm.namespace(request.tenant)).plan(prompt)
+
+    # -- prefill --------------------------------------------------------------------------------
+
+    def prefill(self, request: Request, room: int | None = None) -> Prefilled:
+        """From text to first token. ``room``: tokens that may be appended to the KV afterwards."""
+        start = time.perf_counter()
+        prompt = render(self.lm.tokenizer, request)
+        n = len(prompt.ids)
+        room = request.max_new_tokens if room is None else room
+        self.lm.check_prompt(n, request.max_new_tokens)
+        plan = self._planner(self.lm.namespace(request.tenant)).plan(prompt)
+        planned = time.perf_counter()
+        kv = self.lm.buffer(n + room)
+        gather(self.lm, kv, plan.runs, self._entries(plan))
+        state = self._state(plan, kv, self.seed * 1_000_003 + zlib.crc32(request.id.encode()))
+        loaded = time.perf_counter()
+        attended = self._look(prompt, kv, state)
+        logits, computed = self.lm.prefill(prompt.ids, kv, self._select(state))
+        first = int(logits.argmax())
+        done = time.perf_counter()
+        cost = Cost(
+            plan_ms=(planned - start) * 1e3,
+            load_ms=(loaded - planned) * 1e3,
+            prefill_ms=(done - loaded) * 1e3,
+            ttft_ms=(done - start) * 1e3,
+            multiplications=self.lm.multiplications(computed) + attended,
+            recomputed_layer_tokens=int((computed & plan.matched).sum()),
+            kv_bytes=self.store.nbytes,
+        )
+        return Prefilled(request, prompt, plan, kv, logits, first, computed, cost)
+
+    def _entries(self, plan: ReusePlan) -> dict[str, ChunkKV]:
+        found = {run.entry: self.store.get(run.entry) for run in plan.runs}
+        return {key: entry for key, entry in found.items() if entry is not None}
+
+    def _state(self, plan: ReusePlan, kv: KVBuffer, seed: int) -> State:
+        """What the rule may look at; its ``adjust`` is applied to the reused KV here."""
+        n = plan.n_tokens
+        matched = torch.from_numpy(plan.matched)
+        spans = [(c.start, c.end) for c in plan.chunks if bool(matched[c.start : c.end].any())]
+        state = State(n, matched, torch.from_numpy(plan.provenance == Provenance.NEW), spans, seed)
+        if isinstance(self.recompute, Adjusts) and bool(matched.any()):
+            at = matched.nonzero()[:, 0].to(kv.keys[0].device)
+            for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
+                new = self.recompute.adjust(layer, keys[0, :, at], values[0, :, at], state)
+                keys[0, :, at], values[0, :, at] = new
+        for layer in self.recompute.needs.fresh_layers:
+            if layer < len(kv.keys):
+                fresh = kv.keys[layer][0, :, :n], kv.values[layer][0, :, :n]
+                state.reused[layer] = fresh[0].clone(), fresh[1].clone()
+                state.fresh[layer] = fresh
+        return state
+
+    def _look(self, prompt: Prompt, kv: KVBuffer, state: State) -> int:
+        """The question's pass over the assembled cache, where the rule needs it; its cost."""
+        if not self.recompute.needs.question_attention:
+            return 0
+        rows = state.new.nonzero()[:, 0].numpy()
+        state.question_attention = self.lm.question_attention(prompt.ids, kv, rows)
+        passed = np.zeros((self.lm.n_layers, state.n_tokens), dtype=bool)
+        passed[:, rows] = True
+        return self.lm.multiplications(passed)
+
+    def _select(self, state: State) -> Callable[[int], torch.Tensor]:
+        def select(layer: int) -> torch.Tensor:
+            state.previous = self.recompute.tokens(layer, state)
+            return state.new | (state.previous & state.matched)
+
+        return select
+
+    # -- decode and admit -----------------------------------------------------------------------
+
+    def generate(self, request: Request) -> Output:
+        """Answer ``request`` greedily, then leave its KV behind as ``admit`` allows."""
+        done = self.prefill(request)
+        start = time.perf_counter()
+        steps = request.max_new_tokens
+        tokens = self.lm.decode(done.first, done.kv, steps, self.lm.stop_tokens) if steps else []
+        decoded = time.perf_counter()
+        self.leave(done)
+        cost = replace(
+            done.cost,
+            decode_ms_per_token=(decoded - start) * 1e3 / max(1, len(tokens) - 1),
+            store_ms=(time.perf_counter() - decoded) * 1e3,
+        )
+        text = self.lm.tokenizer.decode(tokens, skip_special_tokens=True)
+        provenance = final_provenance(done.plan, done.computed)
+        return Output(tuple(tokens), text, done.logits, done.plan, provenance, done.computed, cost)
+
+    def leave(self, done: Prefilled) -> None:
+        """Store the chunks of a served request that the cache did not know."""
+        if self.admit == "none":
+            return
+        plan, namespace = done.plan, self.lm.namespace(done.request.tenant)
+        approximate = plan.matched & ~done.computed.all(axis=0)
+        used = self._entries(plan).values()
+        depth = 1 + max((entry.depth for entry in used), default=0)
+        stored = []
+        for chunk, match in zip(plan.chunks, plan.matches, strict=True):
+            exact = not approximate[: chunk.end].any()
+            if match.kind != "none" or not (exact or self.admit == "all"):
+                continue
+            context = "start" if chunk.kind == "system" else "in_request"
+            at = 0 if exact else depth
+            if self._put(chunk, done.kv, done.prompt.ids, namespace, context, at):
+                stored.append(chunk)
+        self._add_vectors(stored, namespace)
+
+
+def final_provenance(plan: ReusePlan, computed: np.ndarray) -> np.ndarray:
+    """int8 ``[n_tokens]``: the plan's provenance, with what the last layer computed afresh."""
+    provenance = plan.provenance.copy()
+    provenance[plan.matched & computed[-1]] = Provenance.RECOMPUTED
+    return provenance
+
+
+def _donor_request(donor: Donor) -> Request:
+    """System, company, passage; a question follows so that the passage's end tokenises alike."""
+    passages = [Segment("passage", text) for text in (*donor.company, donor.text)]
+    user = Message("user", (*passages, Segment("question", "Question: ?")))
+    head = (Message("system", (Segment("system", donor.system),)),) if donor.system else ()
+    return Request("donor", (*head, user))

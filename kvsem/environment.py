@@ -1,0 +1,66 @@
+"""What a run was made with: versions, machine, revision."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = (
+    "kvsem",
+    "torch",
+    "transformers",
+    "faiss-cpu",
+    "faiss-gpu-cu12",
+    "sentence-transformers",
+    "numpy",
+    "hydra-core",
+)
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that results depend on, and Python's."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def describe(folder: Path, **more: Any) -> dict[str, Any]:
+    """The contents of ``env.json``; ``more`` is added (seeds, digests)."""
+    return {
+        "versions": versions(),
+        "cpu": _cpu(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+        "git_revision": _revision(folder),
+        **more,
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(
+            line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+        )
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _revision(folder: Path) -> str | None:
+    """The commit of ``folder``, with ``+`` where files were changed; None outside a checkout."""
+    try:
+        run = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--abbrev=12"]
+        done = subprocess.run(run, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,198 @@
+"""One selective forward: which rows flow, what they may see, and where their KV goes.
+
+Pure torch. Rows are absolute token positions, ascending; masks are made from them, so that a
+recomputed token in the middle sees exactly the tokens before it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvsem.errors import KvsemError, ModelError, SettingError
+
+GROUP_KEYS = 512  # from this many keys on, rows attend in groups that skip later keys
+
+
+@dataclass
+class KVBuffer:
+    """KV of one prompt under work: per layer ``[1, kv_heads, capacity, head_dim]``.
+
+    The first ``length`` tokens are valid.
+    """
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    length: int = 0
+
+    @property
+    def capacity(self) -> int:
+        return self.keys[0].shape[-2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the valid tokens."""
+        return sum(t.nbytes for t in (*self.keys, *self.values)) * self.length // self.capacity
+
+    def truncate_to(self, n: int) -> None:
+        """Keep the first ``n`` tokens; raises outside 0 … length."""
+        if not 0 <= n <= self.length:
+            raise SettingError("n", n, f"0 to the buffer's length {self.length}")
+        self.length = n
+
+    def slice(
+        self, start: int, end: int
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Copies of tokens ``[start, end)``: per layer ``[kv_heads, tokens, head_dim]``."""
+        keys = tuple(
+            k[0, :, start:end].clone(memory_format=torch.contiguous_format) for k in self.keys
+        )
+        values = tuple(
+            v[0, :, start:end].clone(memory_format=torch.contiguous_format) for v in self.values
+        )
+        return keys, values
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Read from the tensors of a real forward, never from the configuration."""
+
+    query_heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+
+
+@dataclass
+class Forward:
+    """One selective forward in flight."""
+
+    n_keys: int
+    rows: torch.Tensor  # int64, absolute positions of the tokens that flow, ascending
+    computed: np.ndarray  # bool [layers, n_keys]
+    probing: bool = False
+    capture: list[torch.Tensor] | None = None
+    layer: int = 0
+    origin: torch.Tensor = field(init=False)  # rows at layer 0
+    relative: torch.Tensor | None = None  # rows as indices into origin, once narrowed
+    shapes: dict[int, LayerShape] = field(default_factory=dict)
+    _span: tuple[int, int] | None = None
+    _groups: dict[int | None, list[tuple[slice, slice, torch.Tensor | None]]] = field(
+        default_factory=dict
+    )
+    _narrowed: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.origin = self.rows
+        self._set_span()
+
+    def _set_span(self) -> None:
+        first, last = int(self.rows[0]), int(self.rows[-1]) + 1
+        self._span = (first, last) if last - first == len(self.rows) else None
+
+    def write(self, layer: int, buffer: torch.Tensor, new: torch.Tensor) -> None:
+        if new.shape[-2] != len(self.rows):
+            raise ModelError(
+                f"layer {layer} computed {new.shape[-2]} tokens, asked for {len(self.rows)}"
+            )
+        if self._span:
+            buffer[:, :, self._span[0] : self._span[1]] = new
+        else:
+            buffer.index_copy_(2, self.rows, new)
+
+    def narrow(self, keep: torch.Tensor) -> torch.Tensor | None:
+        """Go on with ``keep`` (bool ``[n_keys]``, CPU) only: indices into the rows so far, or
+        None where nothing changes. Raises where ``keep`` is no subset."""
+        previous = self.rows.cpu()
+        kept = keep[previous]
+        if int(kept.sum()) != int(keep.sum()):
+            raise KvsemError("a recompute rule asked for tokens that the layer before left out")
+        if bool(kept.all()):
+            return None
+        index = kept.nonzero()[:, 0].to(self.rows.device)
+        self.rows = self.rows[index]
+        self.relative = index if self.relative is None else self.relative[index]
+        self._set_span()
+        self._groups.clear()
+        self._narrowed.clear()
+        return index
+
+    def narrowed(self, value: Any, dim: int) -> Any:
+        """A layer input that arrives at its original length, cut down to the present rows."""
+        if isinstance(value, tuple):
+            return tuple(self.narrowed(v, dim) for v in value)
+        if not isinstance(value, torch.Tensor) or self.relative is None:
+            return value
+        if id(value) not in self._narrowed:  # the original is kept, so that its id stays taken
+            self._narrowed[id(value)] = (value, value.index_select(dim, self.relative))
+        return self._narrowed[id(value)][1]
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        window: int | None,
+        scaling: float,
+    ) -> torch.Tensor:
+        """``[1, heads, rows, dim]`` over ``[1, kv_heads, n_keys, dim]``: like ``query``."""
+        gqa = query.shape[1] != key.shape[1]
+        if self._span == (0, self.n_keys) and (window is None or window >= self.n_keys):
+            return scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa
+            )
+        if window not in self._groups:
+            self._groups[window] = list(self._make_groups(window, query.dtype))
+        parts = [
+            scaled_dot_product_attention(
+                query[:, :, rows],
+                key[:, :, keys],
+                value[:, :, keys],
+                attn_mask=mask,
+                scale=scaling,
+                enable_gqa=gqa,
+            )
+            for rows, keys, mask in self._groups[window]
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    def _make_groups(
+        self, window: int | None, dtype: torch.dtype
+    ) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
+        n = len(self.rows)
+        n_groups = min(n, 4 if self.n_keys >= GROUP_KEYS else 1)
+        edges = [n * g // n_groups for g in range(n_groups + 1)]
+        for start, end in itertools.pairwise(edges):
+            rows = self.rows[start:end]
+            first, last = int(rows[0]), int(rows[-1])
+            low = 0 if window is None else max(0, first - window + 1)
+            keys = torch.arange(low, last + 1, device=rows.device)
+            hidden = keys[None] > rows[:, None]
+            if window is not None:
+                hidden |= keys[None] <= rows[:, None] - window
+            mask = None
+            if end - start > 1:
+                mask = torch.zeros(hidden.shape, dtype=dtype, device=rows.device)
+                mask = mask.masked_fill_(hidden, float("-inf"))[None, None]
+            yield slice(start, end), slice(low, last + 1), mask
+
+    def attention_of_rows(
+        self, query: torch.Tensor, key: torch.Tensor, window: int | None, scaling: float
+    ) -> torch.Tensor:
+        """Attention weights, mean over heads and rows: fp32 ``[n_keys]``."""
+        heads, kv_heads = query.shape[1], key.shape[1]
+        grouped = query[0].float().reshape(kv_heads, heads // kv_heads, *query.shape[2:])
+        scores = torch.einsum("kgrd,knd->kgrn", grouped, key[0].float()) * scaling
+        positions = torch.arange(self.n_keys, device=query.device)
+        hidden = positions[None] > self.rows[:, None]
+        if window is not None:
+            hidden |= positions[None] <= self.rows[:, None] - window
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        return weights.mean(dim=(0, 1, 2))

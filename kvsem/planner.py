@@ -1,0 +1,200 @@
+"""Deciding what to reuse: prefix first, then identical content, then similar chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from kvsem.aligners.base import Aligner
+from kvsem.chunkers.base import Chunker
+from kvsem.embedders.base import Embedder
+from kvsem.gates.base import Candidate, Gate
+from kvsem.index.base import ChunkIndex
+from kvsem.keys import chain_key
+from kvsem.memory.store import ChunkStore
+from kvsem.prompt import Piece, Prompt, chunks_of
+from kvsem.types import CACHEABLE, Chunk, ChunkKV, Match, Provenance, ReusePlan, Run
+
+
+@dataclass
+class Planner:
+    """Looks chunks up and lays their KV out over the prompt; touches no model.
+
+    ``moved`` is empty where chunks may be moved, and otherwise says why not: then only exact
+    prefix is reused.
+    """
+
+    chunker: Chunker
+    aligner: Aligner
+    gate: Gate
+    embedder: Embedder | None
+    store: ChunkStore
+    index: ChunkIndex | None
+    keys_by_id: dict[int, str]
+    namespace: str
+    moved: str = ""
+    n_candidates: int = 4
+
+    def plan(self, prompt: Prompt) -> ReusePlan:
+        """The plan of one prompt; at least its last token is left to compute."""
+        chunks = [chunk for piece in prompt.pieces for chunk in self.chunks(prompt, piece)]
+        layout = _Layout(len(prompt.ids), prompt.ids, self.namespace, self.moved)
+        similar = self._candidates([c for c in chunks if c.kind != "system" and self._unknown(c)])
+        for chunk in chunks:
+            if chunk.key in similar:
+                layout.place(chunk, *self._similar(chunk, similar[chunk.key], layout))
+            else:
+                layout.place(chunk, *self._identical(chunk))
+        return layout.finish(tuple(chunks), prompt.n_cacheable)
+
+    def chunks(self, prompt: Prompt, piece: Piece) -> list[Chunk]:
+        """The cacheable chunks of one piece; the head is one chunk, keyed by all its tokens."""
+        if piece.kind not in CACHEABLE:
+            return []
+        if piece.kind == "system":
+            ids = prompt.ids[: piece.end].copy()
+            key = chain_key(self.namespace, ids)
+            return [Chunk("system", piece.text, 0, piece.end, ids, (0, len(ids)), key)]
+        return chunks_of(prompt, piece, self.chunker.split(piece.text), self.namespace)
+
+    def _unknown(self, chunk: Chunk) -> bool:
+        return self.store.get(chunk.key) is None
+
+    def _candidates(self, chunks: Sequence[Chunk]) -> dict[str, list[tuple[ChunkKV, float]]]:
+        """Similar entries of the chunks that nothing identical covers, best first."""
+        if not chunks or self.embedder is None or self.index is None or not len(self.index):
+            return {}
+        if self.moved:
+            return {}
+        vectors = self.embedder.embed([chunk.text for chunk in chunks])
+        found: dict[str, list[tuple[ChunkKV, float]]] = {}
+        for chunk, vector in zip(chunks, vectors, strict=True):
+            hits = self.index.search(vector, self.n_candidates)
+            entries = [(self.store.get(self.keys_by_id[id]), score) for id, score in hits]
+            found[chunk.key] = [(entry, score) for entry, score in entries if entry is not None]
+        return found
+
+    def _identical(self, chunk: Chunk) -> tuple[ChunkKV | None, np.ndarray, Match]:
+        entry = self.store.get(chunk.key)
+        if entry is None:
+            return None, _nothing(chunk), Match("none", reason="unknown")
+        source = _same_content(chunk, entry)
+        if source is None:
+            return None, _nothing(chunk), Match("none", entry.key, reason="ids_differ")
+        return entry, source, Match("chunk", entry.key)
+
+    def _similar(
+        self, chunk: Chunk, candidates: list[tuple[ChunkKV, float]], layout: _Layout
+    ) -> tuple[ChunkKV | None, np.ndarray, Match]:
+        match = Match("none", reason="no_candidate")
+        for entry, score in candidates:
+            decision = self.gate.accept(chunk.text, Candidate(entry.text, score))
+            source = self.aligner.align(chunk.ids, entry.ids) if decision.accepted else None
+            if source is not None and (source >= 0).any():
+                return entry, source, Match("semantic", entry.key, score)
+            match = Match("none", entry.key, score, decision.reason or "nothing_aligned")
+            layout.refused.append(match.reason)
+        return None, _nothing(chunk), match
+
+
+def _nothing(chunk: Chunk) -> np.ndarray:
+    return np.full(len(chunk.ids), -1, dtype=np.int64)
+
+
+def _same_content(chunk: Chunk, entry: ChunkKV) -> np.ndarray | None:
+    """Sources of a chunk whose text is stored: inside all tokens, at the edges those that agree.
+
+    None where the ids inside differ (another text under the same key).
+    """
+    source = _nothing(chunk)
+    (a, b), (da, db) = chunk.inner, entry.inner
+    if not np.array_equal(chunk.ids[a:b], entry.ids[da:db]):
+        return None
+    source[a:b] = np.arange(da, db)
+    i, j = a - 1, da - 1
+    while i >= 0 and j >= 0 and chunk.ids[i] == entry.ids[j]:
+        source[i] = j
+        i, j = i - 1, j - 1
+    i, j = b, db
+    while i < len(source) and j < len(entry.ids) and chunk.ids[i] == entry.ids[j]:
+        source[i] = j
+        i, j = i + 1, j + 1
+    return source
+
+
+@dataclass
+class _Layout:
+    """The plan under work. Tokens before ``frontier`` are exact prefix."""
+
+    n: int
+    ids: np.ndarray
+    namespace: str
+    moved: str
+    frontier: int = 0
+    matches: list[Match] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.provenance = np.zeros(self.n, dtype=np.int8)
+
+    def place(self, chunk: Chunk, entry: ChunkKV | None, source: np.ndarray, match: Match) -> None:
+        """Lay one chunk's sources out; what continues the exact prefix is prefix."""
+        if entry is None:
+            self.matches.append(match)
+            return
+        exact = self._exact_tokens(chunk, entry)
+        source[:exact] = np.arange(exact)
+        kinds = np.full(len(source), Provenance[match.kind.upper()], dtype=np.int8)
+        kinds[:exact] = Provenance.PREFIX
+        if self.moved and exact < len(source):
+            source[exact:] = -1
+            self.refused.append(self.moved)
+            match = replace(match, kind="prefix" if exact else "none", reason=self.moved)
+        elif exact == len(source):
+            match = replace(match, kind="prefix")
+        kinds[source < 0] = Provenance.NEW
+        self.provenance[chunk.start : chunk.end] = kinds
+        if exact:
+            self.frontier = chunk.start + exact
+        self.runs += _runs(entry.key, source, chunk.start)
+        self.matches.append(match)
+
+    def _exact_tokens(self, chunk: Chunk, entry: ChunkKV) -> int:
+        """Leading tokens of the chunk whose stored KV was computed behind these very tokens."""
+        if self.frontier != chunk.start or entry.position != chunk.start or entry.depth > 0:
+            return 0
+        if entry.context_key != chain_key(self.namespace, self.ids[: chunk.start]):
+            return 0
+        n = min(len(chunk.ids), len(entry.ids))
+        differ = np.flatnonzero(chunk.ids[:n] != entry.ids[:n])
+        return int(differ[0]) if len(differ) else n
+
+    def finish(self, chunks: tuple[Chunk, ...], n_cacheable: int) -> ReusePlan:
+        if self.provenance[-1] != Provenance.NEW:
+            self.provenance[-1] = Provenance.NEW
+            cut = [replace(r, length=min(r.length, self.n - 1 - r.target)) for r in self.runs]
+            self.runs = [run for run in cut if run.length > 0]
+        return ReusePlan(
+            self.n,
+            self.provenance,
+            chunks,
+            tuple(self.matches),
+            tuple(self.runs),
+            n_cacheable,
+            tuple(self.refused),
+        )
+
+
+def _runs(key: str, source: np.ndarray, start: int) -> list[Run]:
+    """Maximal stretches in which source and target advance together."""
+    used = np.flatnonzero(source >= 0)
+    if not len(used):
+        return []
+    breaks = np.flatnonzero((np.diff(used) != 1) | (np.diff(source[used]) != 1)) + 1
+    return [
+        Run(key, int(source[part[0]]), start + int(part[0]), len(part))
+        for part in np.split(used, breaks)
+    ]

@@ -1,0 +1,152 @@
+"""From a request to canonical tokens, and back to the pieces that a cache may cover.
+
+The rendered prompt is tokenised once and whole, exactly as a plain engine would. Pieces come
+from the text and map through the tokenizer's offsets, so that a boundary never cuts a token.
+A separator belongs to the piece that follows it; the template ahead of the first user
+segment belongs to the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvsem.errors import DataError
+from kvsem.keys import content_key
+from kvsem.types import CACHEABLE, SEPARATOR, Chunk, Kind, Request, Segment, Span
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One located segment: its text in the prompt, and its tokens with what leads up to it."""
+
+    kind: Kind
+    text: str
+    chars: Span  # of the text itself
+    start: int  # first token, separator included
+    end: int
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A rendered, tokenised request. ``ids`` int64 ``[n]``, ``offsets`` int64 ``[n, 2]``."""
+
+    text: str
+    ids: np.ndarray
+    offsets: np.ndarray
+    pieces: tuple[Piece, ...]
+
+    @property
+    def n_cacheable(self) -> int:
+        """Tokens of system, passages, targets and earlier turns (not question, not tail)."""
+        return sum(p.end - p.start for p in self.pieces if p.kind in CACHEABLE)
+
+
+def render(tokenizer: Any, request: Request) -> Prompt:
+    """Tokenise ``request`` as a plain engine would and locate its segments.
+
+    Raises `DataError` where nothing is asked.
+    """
+    contents = [message.content for message in request.messages]
+    if not (request.text or "").strip() and not any(c.strip() for c in contents):
+        raise DataError(f"request {request.id!r}: the prompt is empty; give messages or a text")
+    if request.text is not None:
+        text, templated, located = request.text, False, [Segment("passage", request.text)]
+        spans = [(located[0], Span(0, len(text)))]
+    else:
+        text, templated = _template(tokenizer, request)
+        spans = _locate(text, request)
+    encoded = tokenizer(text, add_special_tokens=not templated, return_offsets_mapping=True)
+    ids = np.asarray(encoded["input_ids"], dtype=np.int64)
+    offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+    head = bool(request.messages)
+    return Prompt(text, ids, offsets, _pieces(text, offsets, spans, head))
+
+
+def _template(tokenizer: Any, request: Request) -> tuple[str, bool]:
+    """The rendered text, and whether a chat template (which brings its own BOS) made it."""
+    if getattr(tokenizer, "chat_template", None):
+        messages = [{"role": m.role, "content": m.content} for m in request.messages]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return text, True
+    return SEPARATOR.join([m.content for m in request.messages] + ["Answer:"]), False
+
+
+def _locate(text: str, request: Request) -> list[tuple[Segment, Span]]:
+    """Character spans of the segments (stripped) in the rendered text, in order.
+
+    A segment that the template rewrote is left out: its tokens are computed.
+    """
+    spans: list[tuple[Segment, Span]] = []
+    cursor = 0
+    for i, message in enumerate(request.messages):
+        content = message.content.strip()
+        last = i == len(request.messages) - 1
+        found = text.rfind(content, cursor) if last else text.find(content, cursor)
+        inside = cursor if found < 0 else found
+        for segment in message.segments:
+            core = segment.text.strip()
+            start = text.find(core, inside)
+            if not core or start < 0:
+                continue
+            inside = cursor = start + len(core)
+            spans.append((segment, Span(start, inside)))
+    return spans
+
+
+def _pieces(
+    text: str, offsets: np.ndarray, spans: list[tuple[Segment, Span]], head: bool
+) -> tuple[Piece, ...]:
+    starts = np.maximum.accumulate(offsets[:, 0]) if len(offsets) else offsets[:, 0]
+
+    def token(char: int) -> int:
+        return int(np.searchsorted(starts, char))
+
+    pieces: list[Piece] = []
+    lead = 0
+    if head and spans:
+        user = next((span for segment, span in spans if segment.kind != "system"), None)
+        lead = user.start if user else len(text)
+        first = next((span for segment, span in spans if segment.kind == "system"), Span(0, lead))
+        pieces.append(Piece("system", text[first.start : first.end], first, 0, token(lead)))
+    for segment, span in spans:
+        if segment.kind == "system":
+            continue
+        core = text[span.start : span.end]
+        pieces.append(Piece(segment.kind, core, span, token(lead), token(span.end)))
+        lead = span.end
+    return tuple(p for p in pieces if p.end > p.start)
+
+
+def chunks_of(prompt: Prompt, piece: Piece, spans: Sequence[Span], namespace: str) -> list[Chunk]:
+    """The chunks of one piece, from the chunker's ``spans`` of its text.
+
+    Spans that hold no token start (or only white space) go to the chunk before them.
+    """
+    starts = np.maximum.accumulate(prompt.offsets[:, 0])
+    chunks: list[Chunk] = []
+    first = piece.start
+    for i, span in enumerate(spans):
+        limit = piece.chars.start + span.end
+        end = piece.end if i == len(spans) - 1 else int(np.searchsorted(starts, limit))
+        text = piece.text[span.start : span.end].strip()
+        if end <= first or not text:
+            continue
+        begin = piece.chars.start + span.start + piece.text[span.start : span.end].index(text)
+        core = Span(begin, begin + len(text))
+        chunks.append(_chunk(prompt, piece.kind, text, core, first, end, namespace))
+        first = end
+    return chunks
+
+
+def _chunk(
+    prompt: Prompt, kind: Kind, text: str, core: Span, start: int, end: int, namespace: str
+) -> Chunk:
+    ids, offsets = prompt.ids[start:end], prompt.offsets[start:end]
+    inside = np.flatnonzero((offsets[:, 0] > core.start) & (offsets[:, 1] < core.end))
+    inner = (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
+    key = content_key(namespace, text, ids[inner[0] : inner[1]])
+    return Chunk(kind, text, start, end, ids.copy(), inner, key)

@@ -1,0 +1,14 @@
+"""Recompute nothing."""
+
+import torch
+
+from kvsem.recompute.base import Needs, State
+
+
+class NoRecompute:
+    """Moved KV as it is; only the tokens that nothing covers are computed."""
+
+    needs = Needs()
+
+    def tokens(self, layer: int, state: State) -> torch.Tensor:
+        return torch.zeros(state.n_tokens, dtype=torch.bool)

@@ -1,0 +1,257 @@
+"""A run's HTML page and terminal table: no quality without cost, no mean without n and interval."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+from rich.table import Table
+from rich.text import Text
+
+from kvsem.plots import FIGURES, svg
+from kvsem.results import RunData, RunDir, load_run, write_atomic
+from kvsem.summary import BASELINES, CONTROLS, REFUSED
+
+NLL = "quality/answer_nll_nats"
+FEW_DOCUMENTS = 10
+
+
+@dataclass(frozen=True)
+class Column:
+    """``key`` of an arm's summary, or of its paired difference to exact."""
+
+    key: str
+    title: str
+    unit: str
+    to_exact: bool = False
+    in_terminal: bool = True
+
+
+COLUMNS = (
+    Column("quality/kl_first_nats", "KL first", "nats"),
+    Column("quality/kl_nats", "KL 16", "nats, 16 tokens", in_terminal=False),
+    Column("quality/top1_agreement", "top-1", "agreement"),
+    Column("quality/f1", "F1", "answers"),
+    Column(NLL, "Δ NLL", "nats per token, arm − exact", to_exact=True),
+    Column("cost/flop_ratio", "FLOP ratio", "arm ÷ exact"),
+    Column("cost/ttft_speedup", "TTFT", "speed-up, ×"),
+    Column("reuse/hit_rate", "hit rate", "of cacheable", in_terminal=False),
+    Column("reuse/recomputed_tokens", "recomputed", "tokens", in_terminal=False),
+)
+EXPLAINED = {
+    "exact": "computes the whole prompt; every other arm is compared with it.",
+    "exact_again": "exact once more: what it differs by is noise.",
+    "zero_kv": "reused keys and values are zero: what survives this did not need the cache.",
+    "random_kv": "reused keys and values are noise of the right size: the worst that reuse can do.",
+    "filler_kv": "reused keys and values come from unrelated text of the same length.",
+    "substitute": "the passage is replaced by another one: what a false hit costs.",
+    "no_context": "the question without its passages: what the model knows anyway.",
+    "none": "reuses everything that matches and recomputes nothing.",
+    "all": "matches, then recomputes everything: must agree with exact, and cost as much.",
+    "random": "recomputes tokens drawn at random: what a choice of tokens has to beat.",
+    "prefix": "reuses exact prefix pages only.",
+}
+CAPTIONS = {
+    "quality_against_cost": "Distance from exact against cost, counted (left) and timed (right).",
+    "kl_per_request": "The same requests under every arm, in the order of their means.",
+    "provenance": "Where each prompt token's keys and values came from.",
+    "kv_error_per_layer": "How far keys and values are from exact's, through the layers.",
+}
+
+
+def write_report(run: RunDir | Path | str) -> Path:
+    """Write ``report.html`` into the run directory: one file, no script, nothing from outside."""
+    data = load_run(run.path if isinstance(run, RunDir) else run)
+    source = files("kvsem").joinpath("report.html.j2").read_text(encoding="utf-8")
+    page = _jinja().from_string(source).render(**_content(data))
+    write_atomic(data.path / "report.html", page)
+    return data.path / "report.html"
+
+
+def terminal_table(summary: Mapping[str, Any]) -> Table:
+    """Mean and interval of each arm, within 100 columns."""
+    columns = [column for column in COLUMNS if column.in_terminal]
+    table = Table(box=None, pad_edge=False, collapse_padding=True, caption_justify="left")
+    table.add_column("arm", overflow="fold", max_width=14)
+    table.add_column("n", justify="right")
+    for column in columns:
+        table.add_column(Text(column.title), justify="right", overflow="fold")
+    for arm in summary["arms"]:
+        n, cells = _n(summary, arm), _cells(summary, arm, columns)
+        table.add_row(Text(arm), str(n), *(_two_lines(cell, n) for cell in cells))
+    table.caption = "mean over n requests; below it its 95 % bootstrap interval"
+    return table
+
+
+def _two_lines(estimate: Mapping[str, Any] | None, n: int) -> Text:
+    if estimate is None:
+        return Text("–\n")
+    own = f" n={estimate['n']}" if estimate["n"] != n else ""
+    interval = f"{short(estimate['low'])}..{short(estimate['high'])}"
+    return Text.assemble(number(estimate["mean"]), own, "\n", (interval, "dim"))
+
+
+def number(value: float) -> str:
+    """Three significant digits, without a padded exponent."""
+    return _digits(value, 3)
+
+
+def short(value: float) -> str:
+    """Two significant digits, one where it takes an exponent: an interval has two of these."""
+    return _digits(value, 2 if abs(value) >= 1e-4 else 1)
+
+
+def _digits(value: float, digits: int) -> str:
+    if abs(value) >= 10**digits:
+        return f"{value:.0f}"
+    return re.sub(r"e-0*", "e-", f"{value:.{digits}g}")
+
+
+def _n(summary: Mapping[str, Any], arm: str) -> int:
+    """Requests of the arm: the most that any of its means covers."""
+    estimates = (e for key, e in summary["arms"][arm].items() if key != REFUSED)
+    return max((int(e["n"]) for e in estimates), default=0)
+
+
+def _cells(
+    summary: Mapping[str, Any], arm: str, columns: list[Column] | tuple[Column, ...]
+) -> list[Mapping[str, Any] | None]:
+    pair = summary["pairs"].get(f"{arm}-exact", {})
+    own = summary["arms"][arm]
+    return [(pair if column.to_exact else own).get(column.key) for column in columns]
+
+
+def _content(run: RunData) -> dict[str, Any]:
+    """Everything that the page shows."""
+    summary, status = run.summary, run.summary["status"]
+    settings = status.get("settings") or {}
+    documents, n = status.get("n_clusters"), run.samples["request"].nunique() if run.arms else 0
+    return {
+        "title": f"kvsem run {run.path.resolve().name}",
+        "lead": _lead(run, n),
+        "state": status.get("state", "finished"),
+        "notes": [*status.get("notes", []), *_few(documents)],
+        "facts": list(_facts(run, settings.get("equal", {}))),
+        "arms": run.arms,
+        "columns": COLUMNS,
+        "sections": _sections(summary),
+        "clustered": f", clustered by {documents} documents" if documents not in (None, n) else "",
+        "explained": [(arm, EXPLAINED[arm]) for arm in run.arms if arm in EXPLAINED],
+        "figures": _figures(run) if run.arms else [],
+        "differ": list(settings.get("differ", {}).items()),
+        "mixed": list(settings.get("mixed", {}).items()),
+        "equal": list(settings.get("equal", {}).items()),
+        "support": list(summary["support"].items()),
+        **_refused(summary),
+        "gaps": list(_gaps(status)),
+        "env": list(_flat(run.env)),
+        "config": list(_flat(run.config)),
+    }
+
+
+def _few(documents: int | None) -> list[str]:
+    """A bootstrap over few clusters understates the spread; over one it has no width at all."""
+    if documents is None or documents >= FEW_DOCUMENTS:
+        return []
+    return [f"Intervals are drawn over only {documents} documents, so they are too narrow."]
+
+
+def _lead(run: RunData, n: int) -> str:
+    methods = [arm for arm in run.arms if arm not in (*BASELINES, *CONTROLS)]
+    model, workload = _named(run.config.get("model")), _named(run.config.get("workload"))
+    return f"{', '.join(methods) or 'exact'} on {workload}, {n} requests, with {model}."
+
+
+def _facts(run: RunData, equal: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What a reader needs to place the numbers; whatever is not recorded is left out."""
+    workload = run.config.get("workload")
+    hardware = run.env.get("gpu") or run.env.get("cpu")
+    versions = run.env.get("versions")
+    found = {
+        "model": equal.get("model") or _named(run.config.get("model")),
+        "dtype": equal.get("dtype"),
+        "workload": _listed(workload) if isinstance(workload, dict) else workload,
+        "context": equal.get("context"),
+        "hardware": _listed(hardware) if isinstance(hardware, dict) else hardware,
+        "threads": run.env.get("threads", equal.get("threads")),
+        "seed": equal.get("seed", run.config.get("seed")),
+        "versions": _listed(versions) if isinstance(versions, dict) else versions,
+    }
+    return ((name, value) for name, value in found.items() if value is not None)
+
+
+def _named(value: Any) -> str:
+    if not isinstance(value, dict):
+        return str(value) if value is not None else "an unnamed one"
+    return str(value.get("name") or value.get("_target_", "an unnamed one").rpartition(".")[2])
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{name} {setting(value)}" for name, value in _flat(values) if name != "_target_"
+    )
+
+
+def _sections(summary: Mapping[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Exact, methods and controls apart, so that a control is never taken for a method."""
+    kinds: dict[str, list[dict[str, Any]]] = {"exact": [], "methods": [], "controls": []}
+    for arm in summary["arms"]:
+        kind = "exact" if arm in BASELINES else "controls" if arm in CONTROLS else "methods"
+        cells = _cells(summary, arm, COLUMNS)
+        kinds[kind].append({"name": arm, "n": _n(summary, arm), "cells": cells})
+    return [(kind, members) for kind, members in kinds.items() if members]
+
+
+def _figures(run: RunData) -> list[dict[str, Any]]:
+    return [
+        {"svg": Markup(inline(svg(draw(run), name), CAPTIONS[name])), "caption": CAPTIONS[name]}
+        for name, draw in FIGURES.items()
+    ]
+
+
+def inline(text: str, label: str) -> str:
+    """An SVG file's text for use inside HTML: no prolog, metadata, namespaces or unused ids."""
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href")
+    used = set(re.findall(r"#([\w-]+)", text))
+    text = re.sub(r'\sid="([^"]*)"', lambda m: m[0] if m[1] in used else "", text)
+    return text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+
+
+def _refused(summary: Mapping[str, Any]) -> dict[str, Any]:
+    by_arm = {arm: keys[REFUSED] for arm, keys in summary["arms"].items() if keys.get(REFUSED)}
+    reasons = sorted({reason for counts in by_arm.values() for reason in counts})
+    rows = [(r, {arm: counts.get(r, 0) for arm, counts in by_arm.items()}) for r in reasons]
+    return {"refused": rows, "refusing": list(by_arm)}
+
+
+def _gaps(status: Mapping[str, Any]) -> Iterator[tuple[str, str, int, int]]:
+    missing, broken = status.get("missing", {}), status.get("non_finite", {})
+    for arm in {**missing, **broken}:
+        for key in {**missing.get(arm, {}), **broken.get(arm, {})}:
+            yield arm, key, missing.get(arm, {}).get(key, 0), broken.get(arm, {}).get(key, 0)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def setting(value: Any) -> str:
+    return "–" if value is None else str(value)
+
+
+def _jinja() -> Environment:
+    jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    jinja.filters |= {"number": number, "short": short, "setting": setting}
+    return jinja

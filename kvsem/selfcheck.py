@@ -1,0 +1,116 @@
+"""Support is checked, not assumed: what a loaded model can do, tried on the model itself.
+
+Each capability is (ok, reason). A capability that fails is off, and the engine computes what it
+would have reused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from kvsem import rope
+from kvsem.errors import KvsemError
+from kvsem.forward import KVBuffer
+from kvsem.lm import LM
+
+Support = dict[str, tuple[bool, str]]
+MOVES = (-41, 7, 300)  # position deltas that are tried
+
+
+def check(lm: LM, seed: int = 0) -> Support:
+    """The support table of ``lm``: exact_prefix, moved_chunk, blend, heads."""
+    support: Support = {"heads": (False, "sharing along heads is not built yet")}
+    if lm.hooked:
+        names = ("exact_prefix", "moved_chunk", "blend")
+        return dict.fromkeys(names, (False, lm.hooked)) | support
+    for name, test in (("exact_prefix", _prefix), ("moved_chunk", _moved), ("blend", _blend)):
+        support[name] = _verdict(test, lm, seed)
+    return support
+
+
+def _verdict(test: Callable[[LM, np.ndarray], str], lm: LM, seed: int) -> tuple[bool, str]:
+    try:
+        reason = test(lm, _ids(lm, seed))
+    except (KvsemError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+    return not reason, reason
+
+
+def _ids(lm: LM, seed: int) -> np.ndarray:
+    """Random tokens, longer than the smallest sliding window where that is affordable."""
+    windows = [s.window for s in lm.shapes if s.window]
+    n = 64 if not windows else min(max(64, min(windows) + 16), 1024)
+    vocab = lm.model.get_input_embeddings().weight.shape[0]
+    return np.random.default_rng(seed).integers(0, vocab, min(n, lm.max_tokens))
+
+
+def tolerance(lm: LM) -> float:
+    """Largest accepted difference, relative to the largest logit: 1e-4 in fp32, 5e-2 in 16 bit."""
+    return 1e-4 if lm.dtype == torch.float32 else 5e-2
+
+
+def _exact(lm: LM, ids: np.ndarray) -> tuple[KVBuffer, torch.Tensor]:
+    kv = lm.buffer(len(ids))
+    logits, _ = lm.prefill(ids, kv, lambda _: torch.ones(len(ids), dtype=torch.bool))
+    return kv, logits
+
+
+def _differs(lm: LM, what: str, got: torch.Tensor, want: torch.Tensor) -> str:
+    if not bool(torch.isfinite(got).all()):
+        return f"{what}: logits are not finite"
+    error = float((got - want).abs().max() / want.abs().max().clamp_min(1e-6))
+    return "" if error <= tolerance(lm) else f"{what} differs by {error:.1e} of the largest logit"
+
+
+def _prefix(lm: LM, ids: np.ndarray) -> str:
+    kv, logits = _exact(lm, ids)
+    plain = _differs(lm, "computing every token from a plain forward", logits, lm.plain(ids))
+    n = len(ids)
+    rest = torch.arange(n) >= n // 2
+    for tensor in (*kv.keys, *kv.values):
+        tensor[:, :, n // 2 :] = 0
+    resumed, _ = lm.prefill(ids, kv, lambda _: rest)
+    return plain or _differs(lm, "resuming behind a prefix", resumed, logits)
+
+
+def _blend(lm: LM, ids: np.ndarray) -> str:
+    """Shrinking sets over exact KV, every recomputed row destroyed beforehand."""
+    kv, logits = _exact(lm, ids)
+    n = len(ids)
+    first = (torch.arange(n) % 3 == 0) | (torch.arange(n) >= n - 4)
+    later = (torch.arange(n) % 6 == 0) | (torch.arange(n) >= n - 2)
+    for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
+        gone = (first if layer == 0 else later).nonzero()[:, 0].to(keys.device)
+        keys[:, :, gone], values[:, :, gone] = 0, 0
+    got, computed = lm.prefill(ids, kv, lambda layer: first if layer == 0 else later)
+    if computed[0].sum() != int(first.sum()) or computed[-1].sum() != int(later.sum()):
+        return "the layers did not compute the tokens asked for"
+    return _differs(lm, "recomputing a subset", got, logits)
+
+
+def _moved(lm: LM, ids: np.ndarray) -> str:
+    reason = rope.refusal(lm.config, lm.layer_types, lm.rotary)
+    if reason:
+        return reason
+    ids = ids[:32]
+    limit = 1e-4 if lm.dtype == torch.float32 else 3e-2
+    base = max(-min(MOVES), 0) + 3
+    keys, values = lm.alone(ids, base)
+    for delta in MOVES:
+        there, same = lm.alone(ids, base + delta)
+        angles = lm.angles([delta])
+        for layer in range(lm.n_layers):
+            cos, sin = angles[lm.layer_types[layer]]
+            moved = _relative(rope.shift(keys[layer], cos[0], sin[0]), there[layer])
+            if moved > limit or _relative(values[layer], same[layer]) > limit:
+                return (
+                    f"layer {layer}: keys moved by {delta} differ by {moved:.1e}, not {limit:.0e}"
+                )
+    return ""
+
+
+def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.float() - want.float()).norm() / want.float().norm().clamp_min(1e-12))

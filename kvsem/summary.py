@@ -1,0 +1,218 @@
+"""From rows to means with intervals: per arm, and of the paired difference of every two arms."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsem.errors import DataError
+
+Row = dict[str, Any]
+Floats = npt.NDArray[np.float64]
+
+BASELINES = ("exact", "exact_again")
+CONTROLS = ("zero_kv", "random_kv", "filler_kv", "substitute", "no_context")
+REFUSED = "reuse/refused"
+BUILD = "cost/build_ms"
+RESAMPLES = 10_000
+SEED = 0
+
+
+def summarise(
+    rows: Iterable[Row],
+    build_ms: Mapping[str, float],
+    support: Mapping[str, Any],
+    status: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Means with 95 % intervals per arm, and of the paired difference of every two arms.
+
+    Missing and non-finite values are left out and counted in ``status``, which also says which
+    settings are equal in all arms and which differ.
+    """
+    rows = list(rows)
+    table = _Table.of(rows)
+    arms = {arm: _estimates(table.values[:, a], table) for a, arm in enumerate(table.arms)}
+    for arm, value in build_ms.items():
+        if arm in arms and math.isfinite(value):
+            arms[arm][BUILD] = {"mean": value, "median": value, "low": value, "high": value, "n": 1}
+    for arm, reasons in _refused(rows).items():
+        arms[arm][REFUSED] = reasons
+    return {
+        "arms": arms,
+        "pairs": _pairs(table),
+        "support": dict(support),
+        "status": {**status, **table.gaps(), "settings": comparable(rows)},
+    }
+
+
+def comparable(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
+    """Settings of the arms: ``equal`` {name: value}, ``differ`` {name: {arm: value}}.
+
+    ``mixed`` {name: {arm: [values]}} holds those that are not even equal within one arm.
+    """
+    seen: dict[str, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
+    arms: dict[str, None] = {}
+    for row in rows:
+        arms[row["arm"]] = None
+        for name, value in (row.get("settings") or {}).items():
+            seen[name][row["arm"]][json.dumps(value, sort_keys=True, default=str)] = value
+    found: dict[str, dict[str, Any]] = {"equal": {}, "differ": {}, "mixed": {}}
+    for name, by_arm in seen.items():
+        values = {arm: list(by_arm[arm].values()) or [None] for arm in arms}
+        if any(len(several) > 1 for several in values.values()):
+            found["mixed"][name] = values
+        elif all(several == values[next(iter(arms))] for several in values.values()):
+            found["equal"][name] = next(iter(values.values()))[0]
+        else:
+            found["differ"][name] = {arm: several[0] for arm, several in values.items()}
+    return found
+
+
+def bootstrap(
+    values: Floats, groups: Sequence[str], *, resamples: int = RESAMPLES, seed: int = SEED
+) -> tuple[Floats, Floats]:
+    """95 % percentile interval of the mean of each column, clusters resampled whole.
+
+    ``values``: ``[records, columns]``, NaN where missing; ``groups``: one label per record. A
+    resample draws as many clusters as hold a value of the column, with replacement, and takes the
+    mean over all records drawn. Returns ``low`` and ``high`` ``[columns]``, NaN without a value.
+    """
+    present = np.isfinite(values)
+    labels, cluster = np.unique(np.asarray(groups), return_inverse=True)
+    sums, sizes = np.zeros((2, len(labels), values.shape[1]))
+    np.add.at(sums, cluster, np.where(present, values, 0.0))
+    np.add.at(sizes, cluster, present)
+    low, high = np.full((2, values.shape[1]), np.nan)
+    # Columns with values in the same clusters share one set of draws.
+    patterns, which = np.unique(sizes > 0, axis=1, return_inverse=True)
+    for i, drawn in enumerate(patterns.T):
+        if drawn.any():
+            columns = np.flatnonzero(which.ravel() == i)
+            pick = np.ix_(drawn, columns)
+            means = _resampled_means(sums[pick], sizes[pick], resamples, seed)
+            low[columns], high[columns] = np.percentile(means, (2.5, 97.5), axis=1)
+    return low, high
+
+
+def _resampled_means(sums: Floats, sizes: Floats, resamples: int, seed: int) -> Floats:
+    """``[columns, resamples]`` from sums and sizes ``[clusters, columns]``."""
+    n = len(sums)
+    rng = np.random.default_rng(seed)
+    blocks = []
+    for start in range(0, resamples, 1000):
+        size = min(1000, resamples - start)
+        times = rng.multinomial(n, np.full(n, 1 / n), size=size).astype(np.float64)
+        blocks.append((times @ sums) / (times @ sizes))
+    return np.ascontiguousarray(np.concatenate(blocks).T)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The numbers of a run: ``values [requests, arms, keys]``, NaN where missing or not finite."""
+
+    requests: list[str]
+    groups: list[str]
+    arms: list[str]
+    keys: list[str]
+    values: Floats
+    present: npt.NDArray[np.bool_]  # [requests, arms]: has a row
+    broken: npt.NDArray[np.bool_]  # [requests, arms, keys]: a value that is not finite
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> _Table:
+        requests = sorted({row["request"] for row in rows})  # not the order of arrival
+        group = {row["request"]: cluster(row["request"], row.get("group")) for row in rows}
+        seen = dict.fromkeys(row["arm"] for row in rows)
+        arms = [*(a for a in BASELINES if a in seen), *(a for a in seen if a not in BASELINES)]
+        keys = list(dict.fromkeys(key for row in rows for key in _numbers(row)))
+        shape = (len(requests), len(arms), len(keys))
+        values = np.full(shape, np.nan)
+        present, broken = np.zeros(shape[:2], bool), np.zeros(shape, bool)
+        at = {name: i for i, name in enumerate(requests)}
+        for row in rows:
+            cell = (at[row["request"]], arms.index(row["arm"]))
+            if present[cell]:
+                raise DataError(f"request {row['request']!r} of arm {row['arm']!r} appears twice")
+            present[cell] = True
+            for key, value in _numbers(row).items():
+                finite = math.isfinite(value)
+                values[(*cell, keys.index(key))] = value if finite else np.nan
+                broken[(*cell, keys.index(key))] = not finite
+        return cls(requests, [group[r] for r in requests], arms, keys, values, present, broken)
+
+    def gaps(self) -> dict[str, Any]:
+        """What is not in the means: ``missing`` and ``non_finite``, {arm: {key: rows}}."""
+        missing = self.present[:, :, None] & np.isnan(self.values) & ~self.broken
+        return {
+            "n_clusters": len(set(self.groups)),
+            "missing": self._count(missing),
+            "non_finite": self._count(self.broken),
+        }
+
+    def _count(self, flags: npt.NDArray[np.bool_]) -> dict[str, dict[str, int]]:
+        counts: dict[str, dict[str, int]] = {}
+        for a, k in np.argwhere(flags.any(axis=0)):
+            counts.setdefault(self.arms[a], {})[self.keys[k]] = int(flags[:, a, k].sum())
+        return counts
+
+
+def _estimates(values: Floats, table: _Table, with_median: bool = True) -> dict[str, Any]:
+    """{key: estimate} of ``values [requests, keys]``; keys without a value are left out."""
+    low, high = bootstrap(values, table.groups)
+    found: dict[str, Any] = {}
+    for k, key in enumerate(table.keys):
+        column = values[np.isfinite(values[:, k]), k]
+        if not len(column):
+            continue
+        mean, a, b = float(column.mean()), float(low[k]), float(high[k])
+        # Rounding may put the ends of a constant's interval one bit on the wrong side.
+        found[key] = {"mean": mean, "low": min(a, mean), "high": max(b, mean), "n": len(column)}
+        if with_median:
+            found[key]["median"] = float(np.median(column))
+    return found
+
+
+def _pairs(table: _Table) -> dict[str, Any]:
+    """Both directions of every two arms, so that a reader finds either name."""
+    pairs: dict[str, Any] = {f"{a}-{b}": {} for a, b in permutations(table.arms, 2)}
+    for i, a in enumerate(table.arms):
+        for j in range(i + 1, len(table.arms)):
+            found = _estimates(table.values[:, i] - table.values[:, j], table, with_median=False)
+            pairs[f"{a}-{table.arms[j]}"] = found
+            pairs[f"{table.arms[j]}-{a}"] = {key: _negated(e) for key, e in found.items()}
+    return pairs
+
+
+def _negated(estimate: dict[str, Any]) -> dict[str, Any]:
+    mean, low, high = 0.0 - estimate["mean"], 0.0 - estimate["high"], 0.0 - estimate["low"]
+    return {"mean": mean, "low": low, "high": high, "n": estimate["n"]}
+
+
+def _refused(rows: Iterable[Row]) -> dict[str, dict[str, int]]:
+    totals: dict[str, Counter[str]] = defaultdict(Counter)
+    for row in rows:
+        totals[row["arm"]].update(row.get(REFUSED) or {})
+    return {arm: dict(counts) for arm, counts in totals.items()}
+
+
+def cluster(request: str, group: str | None) -> str:
+    """What the bootstrap draws: the document, or the request itself where it shares none."""
+    return f"request {request}" if group is None else f"group {group}"
+
+
+def _numbers(row: Row) -> dict[str, float]:
+    """Values under the stable keys; those set aside by `RunDir.append` are NaN."""
+    numbers = {
+        key: float(value)
+        for key, value in row.items()
+        if "/" in key and isinstance(value, int | float | np.number | np.bool_)
+    }
+    return numbers | {key: math.nan for key in row.get("non_finite", {}) if "/" in key}
