@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose
-from hydra.errors import HydraException, InstantiationException
+from hydra.errors import HydraException, InstantiationException, OverrideParseException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -23,7 +23,7 @@ ALWAYS = ("exact", "exact_again")
 
 def check(cfg: DictConfig) -> None:
     """Raise `SettingError` for a key that is unknown or a value that is out of range."""
-    known = {str(key) for key in compose("run")}
+    known = _run_keys()
     for key in cfg:
         if str(key) not in known:
             raise unknown(str(key), known)
@@ -37,6 +37,21 @@ def check(cfg: DictConfig) -> None:
         raise SettingError("baselines", cfg.baselines, "reuse or measure")
     _check_names("arms", cfg.arms, (*ALWAYS, *_names("arm"), *_names("recompute")))
     _check_names("metrics", cfg.metrics, _names("metric"))
+
+
+def _run_keys() -> set[str]:
+    """The settings of a run, read without Hydra, which may be the one that failed."""
+    return {str(key) for key in OmegaConf.load(CONF / "run.yaml")} - {"defaults", "hydra"} | {
+        "model", "workload", "tracking", "experiment", *CHOSEN,
+    }  # fmt: skip
+
+
+def _known_beside(name: str) -> set[str]:
+    """Settings that could have been meant by ``name``: of its group where it names one."""
+    group = name.rpartition(".")[0]
+    files = (CONF / group).glob("*.yaml") if group else []
+    beside = {f"{group}.{key!s}" for f in files for key in OmegaConf.load(f) if key != "_target_"}
+    return beside or _run_keys()
 
 
 def _number(name: str, cfg: DictConfig) -> float:
@@ -109,7 +124,7 @@ def describe_part(cfg: Any) -> str:
     values = OmegaConf.to_container(cfg) if OmegaConf.is_config(cfg) else cfg
     if not isinstance(values, Mapping) or "_target_" not in values:
         return str(values)
-    shown = (f"{k}={v}" for k, v in values.items() if not str(k).startswith("_"))
+    shown = (f"{k!s}={v}" for k, v in values.items() if not str(k).startswith("_"))
     return f"{values['_target_'].rsplit('.', 1)[-1]}({', '.join(shown)})"
 
 
@@ -119,10 +134,12 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, HydraException | OmegaConfBaseException):
         strange = re.search(r"Could not override '([^']+)'", text)
         if strange:
-            return str(unknown(strange[1], {str(key) for key in compose("run")}))
+            return str(unknown(str(strange[1]), _known_beside(str(strange[1]))))
         choice = re.search(r"(?:Could not find|In '[^']+': Could not find) '([^']+)'", text)
         options = re.findall(r"^\t(\S+)$", text, flags=re.MULTILINE)
         if choice and options:
             group, _, name = str(choice[1]).rpartition("/")
             return f"{group}={name!r}: expected one of {', '.join(map(str, options))}"
+    if isinstance(error, OverrideParseException):
+        return f"{error.override!r} cannot be read: name=value, with brackets closed and quoted"
     return re.sub(r"\s+", " ", text)

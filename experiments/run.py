@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -46,6 +47,7 @@ from kvsem.results import RunDir, summarise  # noqa: E402
 from kvsem.tracking import track  # noqa: E402
 from kvsem.types import Request  # noqa: E402
 
+MISTAKES = (KvsemError, HydraException, OmegaConfBaseException)
 PARTS = ("chunker", "embedder", "index", "gate", "aligner", "recompute", "context")
 
 
@@ -85,7 +87,7 @@ class Experiment:
     def _harness(self) -> Harness:
         base = arm_config("none", self.cfg)
         parts = {part: self._part(part, base[part]) for part in PARTS}
-        parts |= {"embedder": None, "index": None}
+        parts["embedder"] = None
         metrics = [make(_metric(name), f"metric/{name}") for name in self.cfg.metrics]
         keep = self.cfg.baselines == "reuse"
         settings = {
@@ -191,8 +193,17 @@ def _folder(cfg: DictConfig) -> RunDir:
     return RunDir.create(out, ROOT / "runs", "run", config=OmegaConf.to_yaml(kept), env=env)
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="run")
+@hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="run")
 def main(cfg: DictConfig) -> None:
+    try:
+        perform(cfg)
+    except MISTAKES as error:  # caught here too: Hydra prints its own lines about a failed job
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+
+
+def perform(cfg: DictConfig) -> None:
+    """One run, from its configuration to its page."""
     console = Console()
     experiment = Experiment(cfg, console)
     with _folder(cfg) as run:
@@ -206,16 +217,23 @@ def main(cfg: DictConfig) -> None:
     console.print(f"report: {page}", soft_wrap=True)
 
 
+def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"note: {message}", file=sys.stderr)
+
+
 def entry(arguments: Sequence[str] | None = None) -> int:
     """Run, and turn a user's mistake into one line and exit code 2."""
 
+    warnings.showwarning = _warn
     if arguments is not None:
         sys.argv[1:] = list(arguments)
     try:
         main()
-    except (KvsemError, HydraException, OmegaConfBaseException) as error:
+    except MISTAKES as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
+    except SystemExit as stop:
+        return int(stop.code or 0)
     except KeyboardInterrupt:
         print("stopped; the same command with out=FOLDER goes on where it was", file=sys.stderr)
         return 130

@@ -12,13 +12,18 @@ import numpy as np
 import torch
 
 from kvsem.aligners.base import Aligner
+from kvsem.aligners.edit import EditAligner
 from kvsem.chunkers.base import Chunker
+from kvsem.chunkers.segment import SegmentChunker
 from kvsem.contexts.base import Donor, DonorContext
+from kvsem.contexts.in_company import InCompany
 from kvsem.embedders.base import Embedder
 from kvsem.errors import KvsemError, SettingError
 from kvsem.forward import KVBuffer
 from kvsem.gates.base import Gate
+from kvsem.gates.threshold import ThresholdGate
 from kvsem.index.base import ChunkIndex
+from kvsem.index.flat import FlatIndex
 from kvsem.keys import chain_key, entry_id
 from kvsem.lm import LM
 from kvsem.memory.gather import gather
@@ -26,6 +31,7 @@ from kvsem.memory.store import ChunkStore
 from kvsem.planner import Planner
 from kvsem.prompt import Prompt, render
 from kvsem.recompute.base import Adjusts, Recompute, State
+from kvsem.recompute.none import NoRecompute
 from kvsem.types import (
     Chunk,
     ChunkKV,
@@ -57,24 +63,25 @@ class Prefilled:
 
 
 class Engine:
-    """Semantic KV reuse around one `LM`. Parts that are left out take the defaults of `conf/`.
+    """Semantic KV reuse around one `LM`.
 
-    ``embedder=None`` (with ``index=None``) reuses identical content only. ``admit``: what a
-    served request leaves behind: ``all``, ``exact_only`` (nothing computed on reused KV) or
-    ``none`` (the cache is read-only). ``index`` makes an empty index, given dim and identity.
+    Parts that are left out are those of ``conf/arm/base.yaml``, but without an ``embedder`` only
+    identical content is reused. ``index`` makes an empty index, given dim and identity.
+    ``admit``: what a served request leaves behind: ``all``, ``exact_only`` (nothing computed on
+    reused KV) or ``none`` (the cache is read-only).
     """
 
     def __init__(
         self,
         lm: LM,
         *,
-        chunker: Chunker,
-        aligner: Aligner,
-        gate: Gate,
-        recompute: Recompute,
-        context: DonorContext,
+        chunker: Chunker | None = None,
+        aligner: Aligner | None = None,
+        gate: Gate | None = None,
+        recompute: Recompute | None = None,
+        context: DonorContext | None = None,
         embedder: Embedder | None = None,
-        index: Callable[..., ChunkIndex] | None = None,
+        index: Callable[..., ChunkIndex] = FlatIndex,
         admit: Admit = "all",
         n_candidates: int = 4,
         seed: int = 0,
@@ -83,8 +90,12 @@ class Engine:
             raise SettingError("admit", admit, "all, exact_only or none")
         if n_candidates < 1:
             raise SettingError("n_candidates", n_candidates, "a whole number from 1 up")
-        self.lm, self.chunker, self.aligner, self.gate = lm, chunker, aligner, gate
-        self.recompute, self.context, self.embedder = recompute, context, embedder
+        self.lm, self.embedder = lm, embedder
+        self.chunker: Chunker = chunker or SegmentChunker()
+        self.aligner: Aligner = aligner or EditAligner()
+        self.gate: Gate = gate or ThresholdGate()
+        self.recompute: Recompute = recompute or NoRecompute()
+        self.context: DonorContext = context or InCompany()
         self.admit, self.n_candidates, self.seed = admit, n_candidates, seed
         self.store = ChunkStore()
         self._make_index = index
@@ -130,15 +141,15 @@ class Engine:
         """One exact forward over the donor prompt, up to the end of its passage."""
         namespace = self.lm.namespace(tenant)
         prompt = render(self.lm.tokenizer, _donor_request(donor))
-        piece = [p for p in prompt.pieces if p.kind == "passage"][-1]
         planner = self._planner(namespace)
-        chunks = planner.chunks(prompt, piece)
+        last = [p for p in prompt.pieces if p.kind == "passage" and p.text == donor.text.strip()]
+        chunks = planner.chunks(prompt, last[-1]) if last else []  # none: the text makes no token
         if not chunks or all(self.store.get(c.key) for c in chunks):
             return
         if donor.bare:
             self._store_bare(prompt, chunks, namespace, donor)
             return
-        ids = prompt.ids[: piece.end]
+        ids = prompt.ids[: last[-1].end]
         self.lm.check_prompt(len(ids))
         head = planner.chunks(prompt, prompt.pieces[0]) if prompt.pieces[0].kind == "system" else []
         kv = self._exact(ids, head)
@@ -200,7 +211,7 @@ class Engine:
     def _add_vectors(self, chunks: Sequence[Chunk], namespace: str) -> None:
         """Make stored chunks findable; their bytes are whole by now."""
         new = [c for c in chunks if c.kind != "system" and self.store.get(c.key) is not None]
-        if self.embedder is None or self._make_index is None or not new:
+        if self.embedder is None or not new:
             return
         vectors = self.embedder.embed([c.text for c in new])
         meaning = np.linalg.norm(vectors, axis=1) > 0  # a text without content has no direction
@@ -210,7 +221,6 @@ class Engine:
 
     def _index(self, namespace: str) -> ChunkIndex:
         if namespace not in self._indexes:
-            assert self._make_index is not None
             assert self.embedder is not None
             given = getattr(self._make_index, "keywords", {})
             wanted = {"dim": self.embedder.dim, "identity": self.embedder.identity}
@@ -229,12 +239,7 @@ class Engine:
     # -- plan -----------------------------------------------------------------------------------
 
     def _planner(self, namespace: str) -> Planner:
-        moved = "; ".join(
-            f"{name} is off: {reason}"
-            for name in ("moved_chunk", "blend")
-            for ok, reason in [self.lm.support.get(name, (False, "not checked"))]
-            if not ok
-        )
+        moved = "; ".join(filter(None, map(self._off, ("moved_chunk", "blend"))))
         return Planner(
             self.chunker,
             self.aligner,
@@ -246,7 +251,13 @@ class Engine:
             namespace,
             moved,
             self.n_candidates,
+            self._off("exact_prefix"),
         )
+
+    def _off(self, capability: str) -> str:
+        """Why the model cannot do something, as its self-check says; empty where it can."""
+        ok, reason = self.lm.support.get(capability, (False, "not checked"))
+        return "" if ok else f"{capability} is off: {reason}"
 
     def plan(self, request: Request) -> ReusePlan:
         """What would be reused for ``request``, and why not the rest."""

@@ -25,3 +25,8 @@ def check_range(field: str, value: float, low: float, high: float) -> None:
     """Raise `SettingError` unless ``low <= value <= high`` (NaN is outside)."""
     if not low <= value <= high:
         raise SettingError(field, value, f"a number from {low} to {high}")
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of what an error says, or its type where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -106,8 +106,11 @@ class Harness:
             self.n_cached += 1
         rows = [self._stamped(row, request) for row in baseline.rows]
         for arm in self.arms:
-            rows.append(self._stamped(self._row(arm, trial, baseline), request, arm))
+            row = self._row(arm, trial, baseline)
+            start = time.perf_counter()
             arm.engine.leave(trial.done.pop(arm.name))
+            row["cost/store_ms"] = (time.perf_counter() - start) * 1e3
+            rows.append(self._stamped(row, request, arm))
         return rows
 
     def _key(self, request: Request, prompt: Prompt) -> str:
@@ -163,6 +166,7 @@ class Harness:
         rows = []
         for arm in self.exact:
             row = self._row(arm, trial, baseline, exact if arm.name == EXACT[0] else None)
+            row["cost/store_ms"] = 0.0  # exact publishes nothing
             row["cost/plain_ms"] = trial.plain_ms
             row["cost/exact_over_plain"] = row["cost/ttft_ms"] / trial.plain_ms
             rows.append(row)

@@ -24,7 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from kvsem import rope
-from kvsem.errors import KvsemError, ModelError, SettingError
+from kvsem.errors import KvsemError, ModelError, SettingError, one_line
 from kvsem.forward import Forward, KVBuffer, LayerShape
 from kvsem.keys import LAYOUT, digest
 
@@ -128,6 +128,17 @@ def _active(forward: Forward) -> Iterator[Forward]:
         _ACTIVE.reset(token)
 
 
+def _chosen(select: Select, layer: int, n: int) -> torch.Tensor:
+    """What ``select`` gives for ``layer``; raises where that can be no token set."""
+    keep = select(layer)
+    if keep.dtype != torch.bool or keep.shape != (n,) or not bool(keep[-1]):
+        raise KvsemError(
+            f"layer {layer} needs bool [{n}] with the last token in it, "
+            f"got {str(keep.dtype).removeprefix('torch.')} {list(keep.shape)}"
+        )
+    return keep
+
+
 class LM:
     """A causal LM and its tokenizer, with selective prefill.
 
@@ -157,11 +168,13 @@ class LM:
             self._hook_attention()
             self.shapes = self._probe()
         except (KvsemError, RuntimeError, TypeError, ValueError, AssertionError, KeyError) as error:
-            self.hooked = (
-                f"selective prefill: {str(error).splitlines()[0] if str(error) else error!r}"
-            )
-            self.model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+            self.switch_off(one_line(error))
         self._namespaces: dict[str, str] = {}
+
+    def switch_off(self, reason: str) -> None:
+        """Give the model back to plain transformers: selective prefill does not work on it."""
+        self.hooked = f"selective prefill: {reason}"
+        self.model.set_attn_implementation("sdpa" if self.model._supports_sdpa else "eager")
 
     # -- what the model is ------------------------------------------------------------------
 
@@ -333,12 +346,7 @@ class LM:
         """
         n = len(ids)
         self._check_length(n, kv)
-        first = select(0)
-        if first.shape != (n,) or not bool(first[-1]):
-            raise KvsemError(
-                f"layer 0 needs bool [{n}] with the last token in it, got {tuple(first.shape)}"
-            )
-        rows = first.nonzero()[:, 0].to(self.device)
+        rows = _chosen(select, 0, n).nonzero()[:, 0].to(self.device)
         forward = Forward(n, rows, np.zeros((self.n_layers, n), dtype=bool))
         tokens = torch.from_numpy(ids).to(self.device)[rows]
         with _active(forward), self._narrowing(select):
@@ -354,7 +362,7 @@ class LM:
             def narrow(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 forward = _ACTIVE.get()
                 assert forward is not None
-                index = forward.narrow(select(layer))
+                index = forward.narrow(_chosen(select, layer, forward.n_keys))
                 hidden = args[0] if index is None else args[0].index_select(-2, index)
                 named = dict(zip(names[1:], args[1:], strict=False)) | kwargs
                 for name, dim in NARROWED.items():
@@ -460,6 +468,7 @@ def load(name: str, packaged: bool = False, device: str = "auto", dtype: str = "
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     source = str(packaged_path(name)) if packaged else name
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -467,8 +476,9 @@ def load(name: str, packaged: bool = False, device: str = "auto", dtype: str = "
         )
         model.to(torch.device(device))  # type: ignore[arg-type]
     except (OSError, ValueError, RuntimeError, AssertionError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise ModelError(f"model {name!r} cannot be loaded from {source}: {reason}") from error
+        raise ModelError(
+            f"model {name!r} cannot be loaded from {source}: {one_line(error)}"
+        ) from error
     lm = LM(model, tokenizer, name)
     lm.support = check(lm)
     return lm

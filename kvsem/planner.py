@@ -23,7 +23,7 @@ class Planner:
     """Looks chunks up and lays their KV out over the prompt; touches no model.
 
     ``moved`` is empty where chunks may be moved, and otherwise says why not: then only exact
-    prefix is reused.
+    prefix is reused. ``off`` is empty too, or says why nothing is reused at all.
     """
 
     chunker: Chunker
@@ -36,6 +36,7 @@ class Planner:
     namespace: str
     moved: str = ""
     n_candidates: int = 4
+    off: str = ""
 
     def plan(self, prompt: Prompt) -> ReusePlan:
         """The plan of one prompt; at least its last token is left to compute."""
@@ -66,7 +67,7 @@ class Planner:
         """Similar entries of the chunks that nothing identical covers, best first."""
         if not chunks or self.embedder is None or self.index is None or not len(self.index):
             return {}
-        if self.moved:
+        if self.moved or self.off:
             return {}
         vectors = self.embedder.embed([chunk.text for chunk in chunks])
         found: dict[str, list[tuple[ChunkKV, float]]] = {}
@@ -77,6 +78,8 @@ class Planner:
         return found
 
     def _identical(self, chunk: Chunk) -> tuple[ChunkKV | None, np.ndarray, Match]:
+        if self.off:
+            return None, _nothing(chunk), Match("none", reason=self.off)
         entry = self.store.get(chunk.key)
         if entry is None:
             return None, _nothing(chunk), Match("none", reason="unknown")

@@ -145,7 +145,7 @@ def kl_per_request(run: RunData) -> Figure:
         quality = {arm: e for arm, e in _estimates(run, KL).items() if e["mean"] > ZERO_NATS}
         arms = sorted(quality, key=lambda arm: float(quality[arm]["mean"]))
         table = _wide(run, KL).reindex(columns=arms)
-        figure, (axes,) = _figure(max(5.0, 1.15 * len(arms) + 1.5), 4.5)
+        figure, (axes,) = _figure(max(7.0, 1.15 * len(arms) + 1.5), 4.5)
         floor = _log_axis(axes, table.to_numpy(float).ravel())
         table = table.clip(lower=floor)
         x = np.arange(len(arms))

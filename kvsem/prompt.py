@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
-from kvsem.errors import DataError
+from kvsem.errors import DataError, one_line
 from kvsem.keys import content_key
 from kvsem.types import CACHEABLE, SEPARATOR, Chunk, Kind, Request, Segment, Span
 
@@ -50,8 +51,8 @@ def render(tokenizer: Any, request: Request) -> Prompt:
 
     Raises `DataError` where nothing is asked.
     """
-    contents = [message.content for message in request.messages]
-    if not (request.text or "").strip() and not any(c.strip() for c in contents):
+    contents = [m.content for m in request.messages] if request.text is None else [request.text]
+    if not any(content.strip() for content in contents):
         raise DataError(f"request {request.id!r}: the prompt is empty; give messages or a text")
     if request.text is not None:
         text, templated, located = request.text, False, [Segment("passage", request.text)]
@@ -62,6 +63,8 @@ def render(tokenizer: Any, request: Request) -> Prompt:
     encoded = tokenizer(text, add_special_tokens=not templated, return_offsets_mapping=True)
     ids = np.asarray(encoded["input_ids"], dtype=np.int64)
     offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+    if not len(ids):
+        raise DataError(f"request {request.id!r}: the tokenizer makes no token of its text")
     head = bool(request.messages)
     return Prompt(text, ids, offsets, _pieces(text, offsets, spans, head))
 
@@ -70,8 +73,14 @@ def _template(tokenizer: Any, request: Request) -> tuple[str, bool]:
     """The rendered text, and whether a chat template (which brings its own BOS) made it."""
     if getattr(tokenizer, "chat_template", None):
         messages = [{"role": m.role, "content": m.content} for m in request.messages]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return text, True
+        try:
+            return tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            ), True
+        except TemplateError as error:  # as for a system role that the template does not know
+            raise DataError(
+                f"request {request.id!r}: the chat template refuses it: {one_line(error)}"
+            ) from error
     return SEPARATOR.join([m.content for m in request.messages] + ["Answer:"]), False
 
 
@@ -145,8 +154,21 @@ def chunks_of(prompt: Prompt, piece: Piece, spans: Sequence[Span], namespace: st
 def _chunk(
     prompt: Prompt, kind: Kind, text: str, core: Span, start: int, end: int, namespace: str
 ) -> Chunk:
-    ids, offsets = prompt.ids[start:end], prompt.offsets[start:end]
-    inside = np.flatnonzero((offsets[:, 0] > core.start) & (offsets[:, 1] < core.end))
-    inner = (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
+    ids = prompt.ids[start:end]
+    inner = _inner(text, core, prompt.offsets[start:end])
     key = content_key(namespace, text, ids[inner[0] : inner[1]])
     return Chunk(kind, text, start, end, ids.copy(), inner, key)
+
+
+def _inner(text: str, core: Span, offsets: np.ndarray) -> tuple[int, int]:
+    """The tokens whose ids nothing around the text can change, relative to its first token.
+
+    Between its first and its last white space: a first word behind a space is often cut
+    otherwise than one behind a line break. Without any, all but the outermost tokens.
+    """
+    low = core.start + len(text.split(None, 1)[0])
+    high = core.start + len(text.rsplit(None, 1)[0])
+    inside = np.flatnonzero((offsets[:, 0] >= low) & (offsets[:, 1] <= high))
+    if not len(inside):
+        inside = np.flatnonzero((offsets[:, 0] > core.start) & (offsets[:, 1] < core.end))
+    return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)

@@ -39,6 +39,15 @@ def refusal(config: object, layer_types: Sequence[str | None], rotary: object) -
     return ""
 
 
+def unsteady(config: object, layer_types: Sequence[str | None]) -> str:
+    """Why KV of one prompt is not exact in a longer one that begins alike; empty where it is."""
+    for layer_type in dict.fromkeys(layer_types):
+        kind = (parameters(config, layer_type) or {}).get("rope_type", "default")
+        if kind in ("dynamic", "longrope"):
+            return f"rope type {kind!r}: its frequencies depend on the prompt's length"
+    return ""
+
+
 def angles(
     rotary: torch.nn.Module, deltas: torch.Tensor, layer_type: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:

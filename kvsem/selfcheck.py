@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kvsem import rope
-from kvsem.errors import KvsemError
+from kvsem.errors import KvsemError, one_line
 from kvsem.forward import KVBuffer
 from kvsem.lm import LM
 
@@ -23,6 +23,8 @@ MOVES = (-41, 7, 300)  # position deltas that are tried
 def check(lm: LM, seed: int = 0) -> Support:
     """The support table of ``lm``: exact_prefix, moved_chunk, blend, heads."""
     support: Support = {"heads": (False, "sharing along heads is not built yet")}
+    if not lm.hooked and (reason := _verdict(_plain, lm, seed)[1]):
+        lm.switch_off(reason)
     if lm.hooked:
         names = ("exact_prefix", "moved_chunk", "blend")
         return dict.fromkeys(names, (False, lm.hooked)) | support
@@ -34,8 +36,8 @@ def check(lm: LM, seed: int = 0) -> Support:
 def _verdict(test: Callable[[LM, np.ndarray], str], lm: LM, seed: int) -> tuple[bool, str]:
     try:
         reason = test(lm, _ids(lm, seed))
-    except (KvsemError, RuntimeError, ValueError, TypeError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+    except (KvsemError, RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
+        reason = one_line(error)
     return not reason, reason
 
 
@@ -65,15 +67,21 @@ def _differs(lm: LM, what: str, got: torch.Tensor, want: torch.Tensor) -> str:
     return "" if error <= tolerance(lm) else f"{what} differs by {error:.1e} of the largest logit"
 
 
+def _plain(lm: LM, ids: np.ndarray) -> str:
+    """Without this there is no exact run either."""
+    want = lm.plain(ids)
+    return _differs(lm, "computing every token from a plain forward", _exact(lm, ids)[1], want)
+
+
 def _prefix(lm: LM, ids: np.ndarray) -> str:
+    if reason := rope.unsteady(lm.config, lm.layer_types):
+        return reason
     kv, logits = _exact(lm, ids)
-    plain = _differs(lm, "computing every token from a plain forward", logits, lm.plain(ids))
     n = len(ids)
-    rest = torch.arange(n) >= n // 2
     for tensor in (*kv.keys, *kv.values):
         tensor[:, :, n // 2 :] = 0
-    resumed, _ = lm.prefill(ids, kv, lambda _: rest)
-    return plain or _differs(lm, "resuming behind a prefix", resumed, logits)
+    resumed, _ = lm.prefill(ids, kv, lambda _: torch.arange(n) >= n // 2)
+    return _differs(lm, "resuming behind a prefix", resumed, logits)
 
 
 def _blend(lm: LM, ids: np.ndarray) -> str:

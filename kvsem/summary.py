@@ -56,7 +56,8 @@ def summarise(
 def comparable(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
     """Settings of the arms: ``equal`` {name: value}, ``differ`` {name: {arm: value}}.
 
-    ``mixed`` {name: {arm: [values]}} holds those that are not even equal within one arm.
+    ``mixed`` {name: {arm: [values]}} holds those that are not even equal within one arm. A
+    setting that exact has no value for (it reuses nothing) is compared among the other arms.
     """
     seen: dict[str, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
     arms: dict[str, None] = {}
@@ -66,10 +67,11 @@ def comparable(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
             seen[name][row["arm"]][json.dumps(value, sort_keys=True, default=str)] = value
     found: dict[str, dict[str, Any]] = {"equal": {}, "differ": {}, "mixed": {}}
     for name, by_arm in seen.items():
-        values = {arm: list(by_arm[arm].values()) or [None] for arm in arms}
+        absent = [arm for arm in BASELINES if arm not in by_arm]
+        values = {a: list(by_arm[a].values()) or [None] for a in arms if a not in absent}
         if any(len(several) > 1 for several in values.values()):
             found["mixed"][name] = values
-        elif all(several == values[next(iter(arms))] for several in values.values()):
+        elif all(several == next(iter(values.values())) for several in values.values()):
             found["equal"][name] = next(iter(values.values()))[0]
         else:
             found["differ"][name] = {arm: several[0] for arm, several in values.items()}

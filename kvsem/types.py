@@ -137,8 +137,8 @@ class Chunk:
     """A semantic span of one prompt.
 
     Tokens ``[start, end)`` of the prompt; a separator ahead of the text belongs to it.
-    ``inner`` is the part of ``ids`` that does not touch the edges of the text: the rest may
-    tokenise differently behind another separator, and is compared token by token.
+    ``inner`` is the part of ``ids`` away from the edges of the text: the rest may tokenise
+    differently behind another separator, and is compared token by token.
     """
 
     kind: Kind

@@ -21,7 +21,7 @@ class ChunkIndex(Protocol):
         ...
 
     def search(self, vector: np.ndarray, k: int) -> list[tuple[int, float]]:
-        """At most ``k`` ``(id, cosine)``, best first, of float32 ``[dim]``; [] without neighbours."""
+        """At most ``k`` ``(id, cosine)``, best first; [] where nothing is comparable."""
         ...
 
     def check(self, embedder: Embeds) -> None:

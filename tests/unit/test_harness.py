@@ -1,0 +1,190 @@
+"""Arms next to exact: what is compared, what is timed, and what is kept."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvsem.baselines import Baselines
+from kvsem.engine import Engine
+from kvsem.errors import KvsemError
+from kvsem.harness import Arm, Harness
+from kvsem.lm import LM
+from kvsem.metrics.answer import AnswerMetric
+from kvsem.metrics.divergence import DivergenceMetric
+from kvsem.metrics.greedy import GreedyMetric
+from kvsem.metrics.kv_error import KvErrorMetric
+from kvsem.recompute.all import AllRecompute
+from kvsem.recompute.cacheblend import CacheBlendRecompute
+from kvsem.recompute.zero_kv import ZeroKV
+from kvsem.types import Request
+from tests.tiny import SYSTEM, prose, tiny_engine
+
+METRICS = (DivergenceMetric(), GreedyMetric(), AnswerMetric(), KvErrorMetric())
+TOKENS = ("prefix", "chunk", "semantic", "recomputed", "new")
+
+
+def requests(n: int = 3) -> list[Request]:
+    """Questions over four passages, each in another order."""
+    texts = [prose(seed) for seed in range(4)]
+    return [
+        Request.rag(
+            f"q-{i}",
+            [texts[(i + j + 1) % 4] for j in range(3)],
+            "Which river?",
+            system=SYSTEM,
+            answers=("the river",),
+        )
+        for i in range(n)
+    ]
+
+
+def arms(lm: LM, asked: Sequence[Request], **rules: object) -> list[Arm]:
+    base = tiny_engine(lm, admit="none")
+    base.ingest(asked)
+    made = []
+    for name, rule in rules.items():
+        engine = tiny_engine(lm, admit="none", recompute=rule)
+        engine.share(base)
+        made.append(Arm(name, engine))
+    return made
+
+
+def harness(lm: LM, under_test: Sequence[Arm], folder: Path | None = None) -> Harness:
+    exact = tiny_engine(lm, admit="none")
+    return Harness(lm, exact, under_test, METRICS, Baselines(folder) if folder else None)
+
+
+@pytest.fixture(scope="module")
+def rows(llama: LM) -> list[dict[str, object]]:
+    asked = requests()
+    rules = {"all": AllRecompute(), "cacheblend": CacheBlendRecompute(), "zero_kv": ZeroKV()}
+    under_test = arms(llama, asked, **rules)
+    return [row for group in harness(llama, under_test).run(asked) for row in group]
+
+
+def of(rows: list[dict[str, object]], arm: str, key: str) -> list[float]:
+    return [float(str(row[key])) for row in rows if row["arm"] == arm]
+
+
+def test_every_request_has_a_row_of_every_arm_and_of_exact_twice(
+    rows: list[dict[str, object]],
+) -> None:
+    seen = [(row["request"], row["arm"]) for row in rows]
+    names = ["exact", "exact_again", "all", "cacheblend", "zero_kv"]
+    assert seen == [(f"q-{i}", name) for i in range(3) for name in names]
+
+
+def test_exact_again_is_exact_and_costs_as_much(rows: list[dict[str, object]]) -> None:
+    for arm in ("exact", "exact_again"):
+        assert max(of(rows, arm, "quality/kl_nats")) < 1e-9
+        assert of(rows, arm, "cost/flop_ratio") == [1.0] * 3
+        assert of(rows, arm, "quality/kv_error_rel") == [0.0] * 3
+        assert of(rows, arm, "reuse/matched_tokens") == [0.0] * 3
+
+
+def test_recompute_all_agrees_and_zeroes_do_not(rows: list[dict[str, object]]) -> None:
+    assert max(of(rows, "all", "quality/kl_nats")) < 1e-8
+    assert of(rows, "all", "quality/exact_match_greedy") == [1.0] * 3
+    assert min(of(rows, "zero_kv", "quality/kl_first_nats")) > 1e-3
+
+
+def test_tokens_add_up_in_every_row(rows: list[dict[str, object]]) -> None:
+    for row in rows:
+        assert sum(int(str(row[f"reuse/{name}_tokens"])) for name in TOKENS) == row["n_tokens"]
+
+
+def test_computed_layer_tokens_are_counted_from_what_ran(rows: list[dict[str, object]]) -> None:
+    """CacheBlend: two full layers, then its share."""
+    for row in (row for row in rows if row["arm"] == "cacheblend"):
+        chunk, again = int(str(row["reuse/chunk_tokens"])), int(str(row["reuse/recomputed_tokens"]))
+        assert row["cost/recomputed_layer_tokens"] == 2 * (chunk + again) + 2 * again
+        assert again == round(0.15 * (chunk + again))
+
+
+def test_the_order_of_the_arms_rotates(rows: list[dict[str, object]]) -> None:
+    """Each arm stands at another place with every request: a drift falls on all alike."""
+    for arm in ("exact", "all", "cacheblend"):
+        assert len(set(of(rows, arm, "order"))) == 3
+
+
+def test_speed_up_is_against_the_faster_of_exact_and_plain(rows: list[dict[str, object]]) -> None:
+    plain, exact = of(rows, "exact", "cost/plain_ms"), of(rows, "exact", "cost/ttft_ms")
+    for i, speed in enumerate(of(rows, "cacheblend", "cost/ttft_speedup")):
+        own = of(rows, "cacheblend", "cost/ttft_ms")[i]
+        assert speed == pytest.approx(min(plain[i], exact[i]) / own)
+
+
+def test_exact_must_be_cold_and_publish_nothing(llama: LM) -> None:
+    warm = tiny_engine(llama, admit="none")
+    warm.ingest(requests(1))
+    with pytest.raises(KvsemError, match="empty"):
+        Harness(llama, warm, [], METRICS)
+    with pytest.raises(KvsemError, match="publish"):
+        Harness(llama, tiny_engine(llama), [], METRICS)
+
+
+def test_exact_that_reuses_is_an_error_not_a_number(llama: LM) -> None:
+    asked = requests(1)
+    side = harness(llama, [])
+    side.exact[0].engine.ingest(asked)
+    with pytest.raises(KvsemError, match="exact reused"):
+        list(side.run(asked))
+
+
+def test_a_second_run_takes_exact_from_disk(llama: LM, tmp_path: Path) -> None:
+    asked = requests(2)
+    first = list(harness(llama, arms(llama, asked, all=AllRecompute()), tmp_path).run(asked))
+    again = harness(llama, arms(llama, asked, zero_kv=ZeroKV()), tmp_path)
+    second = list(again.run(asked))
+    assert again.n_cached == 2
+    for old, new in zip(first, second, strict=True):
+        assert new[:2] == old[:2]  # exact and exact_again, times included
+        assert new[2]["arm"] == "zero_kv"
+
+
+def test_a_damaged_baseline_is_measured_anew(llama: LM, tmp_path: Path) -> None:
+    asked = requests(1)
+    list(harness(llama, [], tmp_path).run(asked))
+    (file,) = tmp_path.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-100])
+    again = harness(llama, [], tmp_path)
+    list(again.run(asked))
+    assert again.n_cached == 0
+
+
+def test_a_baseline_of_other_weights_is_not_used(llama: LM, tmp_path: Path) -> None:
+    from tests.tiny import tiny_model, wrap
+
+    asked = requests(1)
+    list(harness(llama, [], tmp_path).run(asked))
+    model = tiny_model("llama")
+    model.model.layers[0].self_attn.k_proj.weight.data *= 1.05
+    other = harness(wrap(model), [], tmp_path)
+    list(other.run(asked))
+    assert other.n_cached == 0
+
+
+def test_an_arm_without_passages_is_compared_by_what_it_says(llama: LM) -> None:
+    asked = requests(1)
+    engine = tiny_engine(llama, admit="none")
+    side = harness(llama, [Arm("no_context", engine, drop=("passage",))])
+    (rows,) = side.run(asked)
+    assert rows[2]["n_tokens"] < rows[0]["n_tokens"]
+    assert "quality/kl_first_nats" in rows[2]
+    assert "quality/kv_error_rel" not in rows[2]
+
+
+def test_a_cache_that_fills_serves_later_requests(llama: LM) -> None:
+    asked = requests(3)
+    engine: Engine = tiny_engine(llama, admit="all")
+    rates = [rows[2]["reuse/hit_rate"] for rows in harness(llama, [Arm("none", engine)]).run(asked)]
+    assert rates[0] == 0.0
+    assert rates[1] > 0.5
+    assert rates[2] > 0.5
+
+
+def test_warming_up_leaves_nothing_behind(llama: LM) -> None:
+    engine = tiny_engine(llama, admit="all")
+    harness(llama, [Arm("none", engine)]).warm_up(requests(1)[0])
+    assert len(engine.store) == 0

@@ -1,0 +1,318 @@
+"""Pieces come from the text, for every kind of tokenizer (LMCache#1136, #194, R1#151)."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, processors, trainers
+from tokenizers import pre_tokenizers as pre
+from transformers import PreTrainedTokenizerFast
+
+from kvsem.chunkers.segment import SegmentChunker
+from kvsem.chunkers.sentence import SentenceChunker
+from kvsem.errors import DataError
+from kvsem.prompt import Prompt, chunks_of, render
+from kvsem.types import CACHEABLE, Chunk, Message, Request, Segment, Span
+from tests.tiny import TEMPLATE, prose, tiny_tokenizer
+
+ALPHABET = list("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;#-[]?!|<>_\n")
+CJK = "今天气很好我们去公园吧。桥是一八四七年建的，石头做。"
+CORPUS = [prose(seed, 100) for seed in range(10)] + ["system user assistant\n\n" + CJK] * 5
+SPECIAL = ["[CLS]", "[SEP]", "[UNK]", "<|im_start|>", "<|im_end|>"]
+
+
+def wrapped(tokenizer: Tokenizer, bos: str, template: bool = True) -> PreTrainedTokenizerFast:
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, unk_token="[UNK]")
+    fast.chat_template = TEMPLATE if template else None
+    return fast
+
+
+def bos_first(tokenizer: Tokenizer, also_last: bool = False) -> Tokenizer:
+    single = "[CLS] $A [SEP]" if also_last else "[CLS] $A"
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=single, special_tokens=[("[CLS]", 0), ("[SEP]", 1)]
+    )
+    return tokenizer
+
+
+def bpe(pre_tokenizer: Any, alphabet: list[str] | None = None, size: int = 500) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=SPECIAL,
+        initial_alphabet=alphabet or pre.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return bos_first(tokenizer)
+
+
+def unigram() -> Tokenizer:
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=400,
+        special_tokens=SPECIAL,
+        initial_alphabet=[*ALPHABET, *CJK],
+        unk_token="[UNK]",
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return bos_first(tokenizer)
+
+
+def wordpiece() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=400,
+        special_tokens=SPECIAL,
+        initial_alphabet=[*ALPHABET, *CJK],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return bos_first(tokenizer, also_last=True)
+
+
+def merging() -> Tokenizer:
+    """Punctuation takes the line breaks behind it into its token, as in many newer models."""
+    split = Regex(r"[^\s\w]+[\r\n]*|\d{1,3}| ?\p{L}+|\s*[\r\n]+|\s+")
+    return bpe(
+        pre.Sequence([pre.Split(split, "isolated"), pre.ByteLevel(False, use_regex=False)]),
+    )
+
+
+@cache
+def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
+    match name:
+        case "byte_bpe":
+            return tiny_tokenizer()
+        case "unigram":
+            return wrapped(unigram(), "[CLS]")
+        case "wordpiece":
+            return wrapped(wordpiece(), "[CLS]")
+        case "whitespace_bpe":
+            return wrapped(bpe(pre.Whitespace(), [*ALPHABET, *CJK]), "[CLS]")
+        case _:
+            return wrapped(merging(), "[CLS]")
+
+
+NAMES = ("byte_bpe", "unigram", "wordpiece", "whitespace_bpe", "merging")
+EDGES = {
+    "letters": ("bridge of stone was built", "river and market opened"),
+    "stops": ("The bridge was built.", "It opened in summer!"),
+    "digits": ("1847 was the year 1912", "30 workers moved 7 stones 42"),
+    "newlines": ("first line\nsecond line\n\nthird line", "one\n\n\ntwo"),
+    "cjk": ("今天天气很好。我们去公园吧。", "桥是一八四七年建的"),
+    "marks": ("see #42 --- and [SEP] of the letter", "# # --- [SEP] ### #42"),
+    "spaces": ("  led by space and ended \t", " \nline "),
+    "one word": ("bridge", "1847"),
+}
+
+
+@pytest.fixture(params=NAMES)
+def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
+    return tokenizer_of(str(request.param))
+
+
+def chunks(prompt: Prompt, chunker: Any = None) -> list[Chunk]:
+    cut = chunker or SegmentChunker()
+    return [
+        chunk
+        for piece in prompt.pieces
+        if piece.kind not in ("system", "question")
+        for chunk in chunks_of(prompt, piece, cut.split(piece.text), "ns")
+    ]
+
+
+def assert_covers(prompt: Prompt) -> None:
+    """Pieces are in order, without gap, from the first token on, and hold their own text."""
+    edges = [0, *(piece.end for piece in prompt.pieces)]
+    assert [piece.start for piece in prompt.pieces] == edges[:-1]
+    for piece in prompt.pieces:
+        assert prompt.text[piece.chars.start : piece.chars.end] == piece.text
+        starts = prompt.offsets[:, 0]
+        inside = (starts >= piece.chars.start) & (starts < piece.chars.end)
+        inside &= prompt.offsets[:, 1] > starts
+        at = np.flatnonzero(inside)
+        assert ((at >= piece.start) & (at < piece.end)).all()  # no token of the text is outside
+        behind = prompt.offsets[piece.start : piece.end, 0]
+        assert (behind < piece.chars.end).all()  # and none of what follows is inside
+
+
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("system", [None, "You answer briefly."])
+def test_as_many_pieces_as_segments(
+    tokenizer: PreTrainedTokenizerFast, edge: str, system: str | None
+) -> None:
+    passages = [*EDGES[edge], prose(3, 12), EDGES[edge][0]]
+    prompt = render(tokenizer, Request.rag("r", passages, "Why #42?", system=system))
+    kinds = [piece.kind for piece in prompt.pieces]
+    assert kinds == ["system", *["passage"] * 4, "question"]
+    assert [p.text for p in prompt.pieces[1:]] == [
+        *(text.strip() for text in passages),
+        "Question: Why #42?",
+    ]
+    assert_covers(prompt)
+    found = chunks(prompt)
+    assert [chunk.text for chunk in found] == [text.strip() for text in passages]
+    assert prompt.n_cacheable == found[-1].end
+    for chunk in found:
+        assert (chunk.ids == prompt.ids[chunk.start : chunk.end]).all()
+        assert 0 <= chunk.inner[0] <= chunk.inner[1] <= len(chunk.ids)
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_ids_are_those_of_the_whole_text(tokenizer: PreTrainedTokenizerFast, edge: str) -> None:
+    """As a plain engine tokenises it; BOS exactly once, at 0."""
+    request = Request.rag("r", [*EDGES[edge]], "Why?", system="Be brief.")
+    prompt = render(tokenizer, request)
+    messages = [{"role": m.role, "content": m.content} for m in request.messages]
+    want = tokenizer.apply_chat_template(
+        messages, tokenize=True, add_generation_prompt=True, return_dict=True
+    )["input_ids"]
+    assert prompt.ids.tolist() == want
+    assert np.flatnonzero(prompt.ids == tokenizer.bos_token_id).tolist() == [0]
+    for chunk in chunks(prompt):
+        assert tokenizer.bos_token_id not in chunk.ids.tolist()
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_the_key_is_the_same_at_every_place(tokenizer: PreTrainedTokenizerFast, edge: str) -> None:
+    """With and without a system prompt ahead, first, in the middle and last."""
+    text = EDGES[edge][0]
+    keys = set()
+    for system in (None, "You answer briefly."):
+        for place in range(3):
+            passages = [prose(5, 7), prose(6, 7)]
+            passages.insert(place, text)
+            prompt = render(tokenizer, Request.rag("r", passages, "Why?", system=system))
+            keys.add(chunks(prompt)[place].key)
+    assert len(keys) == 1
+
+
+def test_keys_of_different_texts_differ(tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = [text for pair in EDGES.values() for text in pair]
+    prompt = render(tokenizer, Request.rag("r", texts, "Why?"))
+    assert len({chunk.key for chunk in chunks(prompt)}) == len(texts)
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_no_chat_template(tokenizer: PreTrainedTokenizerFast, edge: str) -> None:
+    plain = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, bos_token=tokenizer.bos_token
+    )
+    request = Request.rag("r", EDGES[edge], "Why?", system="Be brief.")
+    prompt = render(plain, request)
+    assert prompt.text.endswith("\n\nQuestion: Why?\n\nAnswer:")
+    assert [p.kind for p in prompt.pieces] == ["system", "passage", "passage", "question"]
+    assert_covers(prompt)
+    assert np.flatnonzero(prompt.ids == plain.bos_token_id).tolist() == [0]
+    assert prompt.ids.tolist() == plain(prompt.text)["input_ids"]
+
+
+def test_a_plain_text_is_one_passage(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = prose(4) + "\n\n" + CJK
+    prompt = render(tokenizer, Request("r", text=text))
+    assert [(p.kind, p.start, p.end) for p in prompt.pieces] == [("passage", 0, len(prompt.ids))]
+    assert np.flatnonzero(prompt.ids == tokenizer.bos_token_id).tolist() == [0]
+    later = render(tokenizer, Request.rag("r", [prose(9), text], "Why?"))
+    assert chunks(prompt)[0].key == chunks(later)[1].key
+
+
+def test_finer_chunks_cover_their_piece(tokenizer: PreTrainedTokenizerFast) -> None:
+    """No gap, no overlap, whatever the chunker's spans cut through."""
+    passages = [prose(11, 60), CJK * 3, "a. b. c.\n\n- d\n- e"]
+    prompt = render(tokenizer, Request.rag("r", passages, "Why?"))
+    found = chunks(prompt, SentenceChunker(max_tokens=6))
+    assert len(found) > 8
+    assert found[0].start == prompt.pieces[0].end
+    assert [c.start for c in found[1:]] == [c.end for c in found[:-1]]
+    assert found[-1].end == prompt.n_cacheable
+    for chunk in found:
+        assert chunk.text == chunk.text.strip() != ""
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 5])
+def test_spans_inside_tokens(tokenizer: PreTrainedTokenizerFast, width: int) -> None:
+    """A chunker that cuts every few characters: chunks still partition the piece's tokens."""
+    prompt = render(tokenizer, Request.rag("r", [prose(1, 9)], "Why?"))
+    piece = prompt.pieces[1]
+    n = len(piece.text)
+    spans = [Span(i, min(n, i + width)) for i in range(0, n, width)]
+    found = chunks_of(prompt, piece, spans, "ns")
+    assert found[0].start == piece.start
+    assert found[-1].end == piece.end
+    assert [c.start for c in found[1:]] == [c.end for c in found[:-1]]
+
+
+def test_a_conversation(tokenizer: PreTrainedTokenizerFast) -> None:
+    turns = ["Who built it?", "The company.", "And when was it?", "In 1847."]
+    roles = ["user", "assistant"] * 2
+    messages = [Message(r, (Segment("turn", t),)) for r, t in zip(roles, turns, strict=True)]
+    messages.append(Message("user", (Segment("question", "Who built it?"),)))
+    prompt = render(tokenizer, Request("r", tuple(messages)))
+    assert [p.kind for p in prompt.pieces] == ["system", *["turn"] * 4, "question"]
+    assert [p.text for p in prompt.pieces[1:]] == [*turns, "Who built it?"]
+    assert_covers(prompt)
+    assert prompt.pieces[-1].chars.start == prompt.text.rindex("Who built it?")
+
+
+def test_a_short_message_is_not_found_in_the_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    """``user`` and ``assistant`` stand in the template too."""
+    messages = (
+        Message("user", (Segment("turn", "user"),)),
+        Message("assistant", (Segment("turn", "assistant"),)),
+        Message("user", (Segment("question", "assistant"),)),
+    )
+    prompt = render(tokenizer, Request("r", messages))
+    assert [p.text for p in prompt.pieces[1:]] == ["user", "assistant", "assistant"]
+    assert_covers(prompt)
+    if tokenizer.chat_template == TEMPLATE:
+        for piece, role in zip(prompt.pieces[1:], ("user", "assistant", "user"), strict=True):
+            ahead = prompt.text[: piece.chars.start]
+            assert ahead.endswith(f"<|im_start|>{role}\n")
+
+
+def test_a_segment_that_the_template_rewrites_is_left_out() -> None:
+    """Thoughts of earlier turns vanish from the prompt: their turn has no piece, its ids no owner."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tiny_tokenizer().backend_tokenizer, bos_token="<|bos|>"
+    )
+    tokenizer.chat_template = TEMPLATE.replace("m['content']", "m['content'].split('</think>')[-1]")
+    messages = (
+        Message("user", (Segment("turn", "the bridge"),)),
+        Message("assistant", (Segment("turn", "<think>hm</think>of stone"),)),
+        Message("user", (Segment("question", "Why?"),)),
+    )
+    prompt = render(tokenizer, Request("r", messages))
+    assert [p.text for p in prompt.pieces[1:]] == ["the bridge", "Why?"]
+    assert_covers(prompt)
+    assert "cacheable" not in prompt.text
+    assert all(piece.kind in CACHEABLE | {"question"} for piece in prompt.pieces)
+
+
+def test_a_template_that_refuses_is_a_data_error() -> None:
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tiny_tokenizer().backend_tokenizer, bos_token="<|bos|>"
+    )
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}"
+        "{{ raise_exception('System role not supported') }}{% endif %}"
+    )
+    with pytest.raises(DataError, match="request 'r': .* System role not supported"):
+        render(tokenizer, Request.rag("r", ["the river"], "Why?", system="Be brief."))
+
+
+def test_a_text_without_tokens_is_a_data_error() -> None:
+    bare = Tokenizer(models.WordLevel({"a": 0}))
+    bare.pre_tokenizer = pre.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=bare)
+    with pytest.raises(DataError, match="request 'r': .*no token"):
+        render(fast, Request("r", text="\u3164"))
