@@ -199,7 +199,7 @@ def test_truncate_outside_the_length_is_refused(llama: LM, n: int) -> None:
 
 
 def test_nothing_keeps_a_graph() -> None:
-    """Called in grad mode, with a model whose weights want gradients (transformers: RuntimeError)."""
+    """Called in grad mode, with weights that want gradients: everything can still be copied."""
     model = tiny_model("llama").requires_grad_(True)
     lm = wrap(model)
     engine = tiny_engine(lm, recompute=NoRecompute())

@@ -16,8 +16,8 @@ from kvsem.types import Request
 from tests.tiny import (
     SYSTEM,
     copy_of,
-    exact,
     every,
+    exact,
     only,
     prose,
     relative,

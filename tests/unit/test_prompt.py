@@ -15,7 +15,7 @@ from kvsem.chunkers.segment import SegmentChunker
 from kvsem.chunkers.sentence import SentenceChunker
 from kvsem.errors import DataError
 from kvsem.prompt import Prompt, chunks_of, render
-from kvsem.types import CACHEABLE, Chunk, Message, Request, Segment, Span
+from kvsem.types import Chunk, Message, Request, Segment, Span
 from tests.tiny import TEMPLATE, prose, tiny_tokenizer
 
 ALPHABET = list("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;#-[]?!|<>_\n")
@@ -135,7 +135,10 @@ def assert_covers(prompt: Prompt) -> None:
     """Pieces are in order, without gap, from the first token on, and hold their own text."""
     edges = [0, *(piece.end for piece in prompt.pieces)]
     assert [piece.start for piece in prompt.pieces] == edges[:-1]
-    for piece in prompt.pieces:
+    limits = [piece.chars.end for piece in prompt.pieces]
+    if prompt.pieces[0].kind == "system":  # the head reaches up to the first user text
+        limits[0] = prompt.pieces[1].chars.start
+    for piece, limit in zip(prompt.pieces, limits, strict=True):
         assert prompt.text[piece.chars.start : piece.chars.end] == piece.text
         starts = prompt.offsets[:, 0]
         inside = (starts >= piece.chars.start) & (starts < piece.chars.end)
@@ -143,7 +146,7 @@ def assert_covers(prompt: Prompt) -> None:
         at = np.flatnonzero(inside)
         assert ((at >= piece.start) & (at < piece.end)).all()  # no token of the text is outside
         behind = prompt.offsets[piece.start : piece.end, 0]
-        assert (behind < piece.chars.end).all()  # and none of what follows is inside
+        assert (behind < limit).all()  # and none of what follows is inside
 
 
 @pytest.mark.parametrize("edge", EDGES)
@@ -264,24 +267,8 @@ def test_a_conversation(tokenizer: PreTrainedTokenizerFast) -> None:
     assert prompt.pieces[-1].chars.start == prompt.text.rindex("Who built it?")
 
 
-def test_a_short_message_is_not_found_in_the_template(tokenizer: PreTrainedTokenizerFast) -> None:
-    """``user`` and ``assistant`` stand in the template too."""
-    messages = (
-        Message("user", (Segment("turn", "user"),)),
-        Message("assistant", (Segment("turn", "assistant"),)),
-        Message("user", (Segment("question", "assistant"),)),
-    )
-    prompt = render(tokenizer, Request("r", messages))
-    assert [p.text for p in prompt.pieces[1:]] == ["user", "assistant", "assistant"]
-    assert_covers(prompt)
-    if tokenizer.chat_template == TEMPLATE:
-        for piece, role in zip(prompt.pieces[1:], ("user", "assistant", "user"), strict=True):
-            ahead = prompt.text[: piece.chars.start]
-            assert ahead.endswith(f"<|im_start|>{role}\n")
-
-
 def test_a_segment_that_the_template_rewrites_is_left_out() -> None:
-    """Thoughts of earlier turns vanish from the prompt: their turn has no piece, its ids no owner."""
+    """Thoughts of earlier turns vanish from the prompt: that turn has no piece of its own."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tiny_tokenizer().backend_tokenizer, bos_token="<|bos|>"
     )
@@ -294,8 +281,6 @@ def test_a_segment_that_the_template_rewrites_is_left_out() -> None:
     prompt = render(tokenizer, Request("r", messages))
     assert [p.text for p in prompt.pieces[1:]] == ["the bridge", "Why?"]
     assert_covers(prompt)
-    assert "cacheable" not in prompt.text
-    assert all(piece.kind in CACHEABLE | {"question"} for piece in prompt.pieces)
 
 
 def test_a_template_that_refuses_is_a_data_error() -> None:
@@ -306,13 +291,13 @@ def test_a_template_that_refuses_is_a_data_error() -> None:
         "{% if messages[0]['role'] == 'system' %}"
         "{{ raise_exception('System role not supported') }}{% endif %}"
     )
-    with pytest.raises(DataError, match="request 'r': .* System role not supported"):
+    with pytest.raises(DataError, match=r"request 'r': .* System role not supported"):
         render(tokenizer, Request.rag("r", ["the river"], "Why?", system="Be brief."))
 
 
 def test_a_text_without_tokens_is_a_data_error() -> None:
     bare = Tokenizer(models.WordLevel({"a": 0}))
-    bare.pre_tokenizer = pre.Whitespace()
+    bare.normalizer = normalizers.Replace("\u3164", "")
     fast = PreTrainedTokenizerFast(tokenizer_object=bare)
-    with pytest.raises(DataError, match="request 'r': .*no token"):
+    with pytest.raises(DataError, match=r"request 'r': .*no token"):
         render(fast, Request("r", text="\u3164"))

@@ -348,15 +348,16 @@ def test_the_mean_lies_in_a_finite_interval(values: list[float], per_group: int)
 
 def test_settings_that_differ_are_told_from_those_that_do_not() -> None:  # K6
     rows = [
-        row("q", "exact") | {"settings": {"dtype": "float32", "context": "alone"}},
+        row("q", "exact") | {"settings": {"dtype": "float32"}},
+        row("q", "none") | {"settings": {"dtype": "float32", "context": "alone"}},
         row("q", "epic") | {"settings": {"dtype": "float32", "context": "alone", "ratio": 0.1}},
         row("r", "epic")
         | {"settings": {"dtype": "float32", "context": "in_company", "ratio": 0.1}},
     ]
     found = comparable(rows)
     assert found["equal"] == {"dtype": "float32"}
-    assert found["differ"] == {"ratio": {"exact": None, "epic": 0.1}}
-    assert found["mixed"] == {"context": {"exact": ["alone"], "epic": ["alone", "in_company"]}}
+    assert found["differ"] == {"ratio": {"none": None, "epic": 0.1}}  # exact has no such thing
+    assert found["mixed"] == {"context": {"none": ["alone"], "epic": ["alone", "in_company"]}}
     assert summarise(rows, {}, {}, {})["status"]["settings"] == found
 
 
