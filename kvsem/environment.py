@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -20,6 +21,7 @@ PACKAGES = (
     "numpy",
     "hydra-core",
 )
+EXACT_CODE = ("lm", "forward", "prompt", "engine", "observe", "harness")
 
 
 def versions() -> dict[str, str]:
@@ -37,7 +39,7 @@ def describe(folder: Path, **more: Any) -> dict[str, Any]:
     """The contents of ``env.json``; ``more`` is added (seeds, digests)."""
     return {
         "versions": versions(),
-        "cpu": _cpu(),
+        "cpu": cpu(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": torch.get_num_threads(),
         "platform": platform.platform(),
@@ -46,7 +48,18 @@ def describe(folder: Path, **more: Any) -> dict[str, Any]:
     }
 
 
-def _cpu() -> str:
+def source_digest() -> str:
+    """SHA-256 of the code that exact's answers and their comparison depend on."""
+    folder = Path(__file__).parent
+    files = [folder / f"{name}.py" for name in EXACT_CODE] + sorted(folder.glob("metrics/*.py"))
+    sha = hashlib.sha256()
+    for file in files:
+        sha.update(file.read_bytes())
+    return sha.hexdigest()
+
+
+def cpu() -> str:
+    """The processor's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(

@@ -17,7 +17,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvsem.errors import KvsemError, ModelError, SettingError
 
-GROUP_KEYS = 512  # from this many keys on, rows attend in groups that skip later keys
+# From so many keys on, rows attend in groups: a group skips the keys behind its last row.
+GROUP_KEYS = 512
+GROUP_ROWS = 32
+MAX_GROUPS = 16
 
 
 @dataclass
@@ -75,13 +78,13 @@ class Forward:
     """One selective forward in flight."""
 
     n_keys: int
-    rows: torch.Tensor  # int64, absolute positions of the tokens that flow, ascending
-    computed: np.ndarray  # bool [layers, n_keys]
+    at: torch.Tensor  # int64 on the CPU, absolute positions of the tokens that flow, ascending
+    n_layers: int
+    device: torch.device
     probing: bool = False
     capture: list[torch.Tensor] | None = None
     layer: int = 0
-    origin: torch.Tensor = field(init=False)  # rows at layer 0
-    relative: torch.Tensor | None = None  # rows as indices into origin, once narrowed
+    relative: torch.Tensor | None = None  # rows as indices into those of layer 0, once narrowed
     shapes: dict[int, LayerShape] = field(default_factory=dict)
     _span: tuple[int, int] | None = None
     _groups: dict[int | None, list[tuple[slice, slice, torch.Tensor | None]]] = field(
@@ -90,38 +93,42 @@ class Forward:
     _narrowed: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.origin = self.rows
-        self._set_span()
+        self.computed = np.zeros((self.n_layers, self.n_keys), dtype=bool)
+        self._go_on_with(self.at)
 
-    def _set_span(self) -> None:
-        first, last = int(self.rows[0]), int(self.rows[-1]) + 1
-        self._span = (first, last) if last - first == len(self.rows) else None
+    def _go_on_with(self, at: torch.Tensor) -> None:
+        self.at, self.rows = at, at.to(self.device)
+        first, last = int(at[0]), int(at[-1]) + 1
+        self._span = (first, last) if last - first == len(at) else None
+        self._groups.clear()
+        self._narrowed.clear()
 
-    def write(self, layer: int, buffer: torch.Tensor, new: torch.Tensor) -> None:
-        if new.shape[-2] != len(self.rows):
+    def write(
+        self, keys: torch.Tensor, values: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Put the computed ``k`` and ``v`` of the present layer at their rows of the buffers."""
+        if not k.shape[-2] == v.shape[-2] == len(self.at):
             raise ModelError(
-                f"layer {layer} computed {new.shape[-2]} tokens, asked for {len(self.rows)}"
+                f"layer {self.layer} computed {k.shape[-2]} tokens, asked for {len(self.at)}"
             )
-        if self._span:
-            buffer[:, :, self._span[0] : self._span[1]] = new
-        else:
-            buffer.index_copy_(2, self.rows, new)
+        for buffer, new in ((keys, k), (values, v)):
+            if self._span:
+                buffer[:, :, self._span[0] : self._span[1]] = new
+            else:
+                buffer.index_copy_(2, self.rows, new)
+        self.computed[self.layer, self.at.numpy()] = True
 
     def narrow(self, keep: torch.Tensor) -> torch.Tensor | None:
         """Go on with ``keep`` (bool ``[n_keys]``, CPU) only: indices into the rows so far, or
         None where nothing changes. Raises where ``keep`` is no subset."""
-        previous = self.rows.cpu()
-        kept = keep[previous]
+        kept = keep[self.at]
         if int(kept.sum()) != int(keep.sum()):
             raise KvsemError("a recompute rule asked for tokens that the layer before left out")
         if bool(kept.all()):
             return None
-        index = kept.nonzero()[:, 0].to(self.rows.device)
-        self.rows = self.rows[index]
+        index = kept.nonzero()[:, 0].to(self.device)
         self.relative = index if self.relative is None else self.relative[index]
-        self._set_span()
-        self._groups.clear()
-        self._narrowed.clear()
+        self._go_on_with(self.at[kept])
         return index
 
     def narrowed(self, value: Any, dim: int) -> Any:
@@ -150,6 +157,10 @@ class Forward:
             )
         if window not in self._groups:
             self._groups[window] = list(self._make_groups(window, query.dtype))
+        if gqa and query.is_cuda:  # CUDA's fast kernels take a mask or grouped heads, not both
+            repeats = query.shape[1] // key.shape[1]
+            key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
+            gqa = False
         parts = [
             scaled_dot_product_attention(
                 query[:, :, rows],
@@ -166,12 +177,11 @@ class Forward:
     def _make_groups(
         self, window: int | None, dtype: torch.dtype
     ) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
-        n = len(self.rows)
-        n_groups = min(n, 4 if self.n_keys >= GROUP_KEYS else 1)
+        n = len(self.at)
+        n_groups = min(MAX_GROUPS, max(1, n // GROUP_ROWS)) if self.n_keys >= GROUP_KEYS else 1
         edges = [n * g // n_groups for g in range(n_groups + 1)]
         for start, end in itertools.pairwise(edges):
-            rows = self.rows[start:end]
-            first, last = int(rows[0]), int(rows[-1])
+            rows, first, last = self.rows[start:end], int(self.at[start]), int(self.at[end - 1])
             low = 0 if window is None else max(0, first - window + 1)
             keys = torch.arange(low, last + 1, device=rows.device)
             hidden = keys[None] > rows[:, None]

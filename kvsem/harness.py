@@ -18,6 +18,7 @@ import torch
 
 from kvsem.baselines import Baseline, Baselines
 from kvsem.engine import Engine, Prefilled, final_provenance
+from kvsem.environment import cpu, source_digest, versions
 from kvsem.errors import KvsemError
 from kvsem.keys import digest
 from kvsem.lm import LM
@@ -121,11 +122,12 @@ class Harness:
             sampled=sampled(prompt).tobytes(),
             steps=STEPS,
             answers="\0".join(request.answers),
-            torch=torch.__version__,
             device=str(self.lm.device),
             threads=torch.get_num_threads(),
             metrics=",".join(type(m).__name__ for m in self.metrics),
-            environment=str(self.settings.get("versions", "")),
+            versions=" ".join(f"{name} {number}" for name, number in versions().items()),
+            cpu=cpu(),
+            source=source_digest(),
         )
 
     # -- timing ---------------------------------------------------------------------------------

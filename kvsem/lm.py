@@ -55,9 +55,7 @@ class _ScatterLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         assert self.keys is not None
         assert self.values is not None
         forward.layer = self.layer
-        forward.write(self.layer, self.keys, key_states)
-        forward.write(self.layer, self.values, value_states)
-        forward.computed[self.layer, forward.rows.cpu().numpy()] = True
+        forward.write(self.keys, self.values, key_states, value_states)
         return self.keys[:, :, : forward.n_keys], self.values[:, :, : forward.n_keys]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -235,11 +233,9 @@ class LM:
 
     @torch.no_grad()
     def _probe(self) -> list[LayerShape]:
-        rows = torch.arange(2, device=self.device)
-        forward = Forward(2, rows, np.zeros((self.n_layers, 2), dtype=bool), probing=True)
+        forward = self._forward(2, torch.arange(2), probing=True)
         layers: list[Any] = [_ProbeLayer(i) for i in range(self.n_layers)]
-        with _active(forward):
-            self._call(rows, rows, Cache(layers=layers), keep=1)
+        self._run(forward, np.arange(2), Cache(layers=layers))
         if len(forward.shapes) != self.n_layers:
             raise ModelError(
                 f"{len(forward.shapes)} of {self.n_layers} layers use the attention function"
@@ -254,13 +250,9 @@ class LM:
 
         Per layer ``[kv_heads, tokens, head_dim]``: the reference for moved keys.
         """
-        rows = torch.arange(len(ids), device=self.device)
-        forward = Forward(len(ids), rows, np.zeros((self.n_layers, len(ids)), dtype=bool))
+        forward = self._forward(len(ids), torch.arange(len(ids)))
         layers: list[Any] = [_ProbeLayer(i) for i in range(self.n_layers)]
-        with _active(forward):
-            self._call(
-                torch.from_numpy(ids).to(self.device), rows + position, Cache(layers=layers), 1
-            )
+        self._run(forward, ids, Cache(layers=layers), offset=position)
         keys = [layer.keys for layer in layers if layer.keys is not None]
         values = [layer.values for layer in layers if layer.values is not None]
         return tuple(k[0] for k in keys), tuple(v[0] for v in values)
@@ -317,16 +309,23 @@ class LM:
 
     # -- forwards -------------------------------------------------------------------------------
 
-    def _call(self, ids: torch.Tensor, rows: torch.Tensor, cache: Cache, keep: int) -> torch.Tensor:
-        ignored = torch.zeros(1, 1, 1, 1, device=ids.device)  # a 4D mask passes untouched
-        out = self.model(
-            input_ids=ids[None],
-            position_ids=rows[None],
-            attention_mask=ignored,
-            cache=cache,
-            use_cache=True,
-            logits_to_keep=keep,
-        )
+    def _forward(self, n_keys: int, at: torch.Tensor, **more: Any) -> Forward:
+        return Forward(n_keys, at, self.n_layers, self.device, **more)
+
+    def _run(
+        self, forward: Forward, ids: np.ndarray, cache: Cache, keep: int = 1, offset: int = 0
+    ) -> torch.Tensor:
+        """``ids``: of the rows at layer 0, which stand at their positions plus ``offset``."""
+        ignored = torch.zeros(1, 1, 1, 1, device=self.device)  # a 4D mask passes untouched
+        with _active(forward):
+            out = self.model(
+                input_ids=torch.from_numpy(ids).to(self.device)[None],
+                position_ids=forward.rows[None] + offset,
+                attention_mask=ignored,
+                cache=cache,
+                use_cache=True,
+                logits_to_keep=keep,
+            )
         return out.logits[0].float()  # type: ignore[no-any-return]
 
     def _scatter(self, kv: KVBuffer) -> Cache:
@@ -346,11 +345,9 @@ class LM:
         """
         n = len(ids)
         self._check_length(n, kv)
-        rows = _chosen(select, 0, n).nonzero()[:, 0].to(self.device)
-        forward = Forward(n, rows, np.zeros((self.n_layers, n), dtype=bool))
-        tokens = torch.from_numpy(ids).to(self.device)[rows]
-        with _active(forward), self._narrowing(select):
-            logits = self._call(tokens, rows, self._scatter(kv), keep=1)[-1]
+        forward = self._forward(n, _chosen(select, 0, n).nonzero()[:, 0])
+        with self._narrowing(select):
+            logits = self._run(forward, ids[forward.at.numpy()], self._scatter(kv))[-1]
         kv.length = n
         return logits, forward.computed
 
@@ -388,12 +385,8 @@ class LM:
         """Append ``ids`` behind the valid tokens; fp32 logits ``[len(ids), vocab]``, one per id."""
         n, m = kv.length, len(ids)
         self._check_length(n + m, kv)
-        rows = torch.arange(n, n + m, device=self.device)
-        forward = Forward(n + m, rows, np.zeros((self.n_layers, n + m), dtype=bool))
-        with _active(forward):
-            logits = self._call(
-                torch.tensor(ids, device=self.device), rows, self._scatter(kv), keep=m
-            )
+        forward = self._forward(n + m, torch.arange(n, n + m))
+        logits = self._run(forward, np.asarray(ids, dtype=np.int64), self._scatter(kv), keep=m)
         kv.length = n + m
         return logits
 
@@ -405,12 +398,8 @@ class LM:
         over heads and rows: fp32 ``[layers, n]`` on the CPU.
         """
         self._check_length(len(ids), kv)
-        at = torch.from_numpy(rows).to(self.device)
-        shape = (self.n_layers, len(ids))
-        forward = Forward(len(ids), at, np.zeros(shape, dtype=bool), capture=[])
-        tokens = torch.from_numpy(ids).to(self.device)[at]
-        with _active(forward):
-            self._call(tokens, at, self._scatter(kv), keep=1)
+        forward = self._forward(len(ids), torch.from_numpy(rows), capture=[])
+        self._run(forward, ids[rows], self._scatter(kv))
         assert forward.capture is not None
         return torch.stack(forward.capture).cpu()
 

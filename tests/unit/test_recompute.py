@@ -1,0 +1,222 @@
+"""Recompute rules as plain functions of a state; no model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from kvsem.errors import SettingError
+from kvsem.recompute.all import AllRecompute
+from kvsem.recompute.base import Adjusts, State
+from kvsem.recompute.cacheblend import CacheBlendRecompute
+from kvsem.recompute.epic import EpicRecompute
+from kvsem.recompute.none import NoRecompute
+from kvsem.recompute.random import RandomRecompute
+from kvsem.recompute.random_kv import RandomKV
+from kvsem.recompute.zero_kv import ZeroKV
+
+N, LAYERS = 40, 4
+CONF = Path(__file__).parents[2] / "conf" / "recompute"
+YAMLS = sorted(CONF.glob("*.yaml"))
+
+
+def state(matched: list[int] | range = range(5, 30), **more: Any) -> State:
+    """Tokens 5 … 29 matched in chunks of unequal length, the rest new."""
+    mask = torch.zeros(N, dtype=torch.bool)
+    mask[list(matched)] = True
+    spans = [(0, 5), (5, 12), (12, 20), (20, 30)]
+    chunks = [span for span in spans if bool(mask[slice(*span)].any())]
+    return State(N, mask, ~mask, chunks, **more)
+
+
+def with_deviation(
+    values: torch.Tensor, dtype: torch.dtype = torch.float32, layer: int = 1
+) -> State:
+    """Fresh V of token i is off by ``values[i]`` in one channel."""
+    fresh = torch.zeros(2, N, 4, dtype=dtype)
+    fresh[0, :, 1] = values.to(dtype)
+    zeros = torch.zeros(2, N, 4, dtype=dtype)
+    return state(reused={layer: (zeros, zeros)}, fresh={layer: (zeros, fresh)})
+
+
+def ran(rule: Any, given: State) -> list[torch.Tensor]:
+    """What a rule chooses at each layer, asked as the engine asks."""
+    zeros = torch.zeros(2, N, 4)
+    for layer in rule.needs.fresh_layers:
+        given.reused.setdefault(layer, (zeros, zeros))
+        given.fresh.setdefault(layer, (zeros, zeros))
+    chosen = []
+    for layer in range(LAYERS):
+        given.previous = rule.tokens(layer, given)
+        chosen.append(given.previous)
+    return chosen
+
+
+def test_yamls_are_found() -> None:
+    assert len(YAMLS) >= 7
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("matched", [[], [7], range(5, 30), range(N - 1)], ids=len)
+def test_contract(path: Path, matched: list[int]) -> None:
+    """Matched tokens only, on the CPU, a subset of the layer before, the same when asked again."""
+    rule, again = (instantiate(OmegaConf.load(path)) for _ in range(2))
+    chosen = ran(rule, state(matched, seed=3))
+    for layer, mask in enumerate(chosen):
+        assert mask.shape == (N,)
+        assert mask.dtype == torch.bool
+        assert mask.device.type == "cpu"
+        assert not (mask & ~state(matched).matched).any()
+        if layer:
+            assert not (mask & ~chosen[layer - 1]).any()
+    for a, b in zip(chosen, ran(again, state(matched, seed=3)), strict=True):
+        assert torch.equal(a, b)
+    assert all(layer >= 0 for layer in rule.needs.fresh_layers)
+
+
+def test_none_and_all() -> None:
+    assert not torch.stack(ran(NoRecompute(), state())).any()
+    assert all(torch.equal(mask, state().matched) for mask in ran(AllRecompute(), state()))
+
+
+@given(n=st.integers(0, N), ratio=st.floats(0, 1))
+def test_budget(n: int, ratio: float) -> None:
+    budget = state(range(n)).budget(ratio)
+    assert 0 <= budget <= n
+    assert budget >= (1 if ratio > 0 and n else 0)
+    assert abs(budget - ratio * n) <= 1
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.01, 0.15, 0.5, 1.0])
+def test_random_draws_its_share(ratio: float) -> None:
+    chosen = ran(RandomRecompute(ratio), state(seed=1))
+    assert all(torch.equal(chosen[0], mask) for mask in chosen)
+    assert int(chosen[0].sum()) == state().budget(ratio)
+    other = ran(RandomRecompute(ratio), state(seed=2))[0]
+    assert torch.equal(chosen[0], other) == (ratio in (0.0, 1.0))
+
+
+def test_random_reaches_every_token() -> None:
+    seen = torch.zeros(N, dtype=torch.bool)
+    for seed in range(100):
+        seen |= ran(RandomRecompute(0.2), state(seed=seed))[0]
+    assert torch.equal(seen, state().matched)
+
+
+def test_epic_takes_the_head_of_each_chunk() -> None:
+    """Chunks of 7, 8 and 10 tokens at 0.3: 2, 2 and 3 of them."""
+    chosen = ran(EpicRecompute(0.3), state())[0]
+    assert chosen.nonzero()[:, 0].tolist() == [5, 6, 12, 13, 20, 21, 22]
+    by_count = ran(EpicRecompute(k=1), state())[0]
+    assert by_count.nonzero()[:, 0].tolist() == [5, 12, 20]
+    whole = ran(EpicRecompute(k=64), state())[0]
+    assert torch.equal(whole, state().matched)
+    for rule in (EpicRecompute(k=0), EpicRecompute(0.0)):
+        assert not ran(rule, state())[0].any()
+
+
+def test_epic_counts_matched_tokens_only() -> None:
+    """New edges and exact prefix are passed over: the head is of what was matched."""
+    matched = [7, 8, 9, 10, 14, 15, 19]
+    chosen = ran(EpicRecompute(0.5), state(matched))[0]
+    assert chosen.nonzero()[:, 0].tolist() == [7, 8, 14, 15]
+
+
+def test_cacheblend_takes_what_deviates_most() -> None:
+    deviation = torch.zeros(N)
+    deviation[[6, 11, 28]] = torch.tensor([3.0, -5.0, 4.0])
+    deviation[[1, 35]] = 100.0  # not matched
+    chosen = ran(CacheBlendRecompute(0.12), with_deviation(deviation))
+    for layer in (0, 1):
+        assert torch.equal(chosen[layer], state().matched)
+    for layer in (2, 3):
+        assert chosen[layer].nonzero()[:, 0].tolist() == [6, 11, 28]
+
+
+def test_cacheblend_looks_at_another_layer() -> None:
+    deviation = torch.zeros(N)
+    deviation[9] = 1.0
+    rule = CacheBlendRecompute(0.01, probe_layer=2)
+    assert rule.needs.fresh_layers == (2,)
+    chosen = ran(rule, with_deviation(deviation, layer=2))
+    assert torch.equal(chosen[2], state().matched)
+    assert chosen[3].nonzero()[:, 0].tolist() == [9]
+    first = ran(CacheBlendRecompute(0.01, probe_layer=0), with_deviation(deviation, layer=0))
+    assert first[1].nonzero()[:, 0].tolist() == [9]
+
+
+def test_ties_go_to_the_earlier_token() -> None:
+    chosen = ran(CacheBlendRecompute(0.2), with_deviation(torch.ones(N)))[2]
+    assert chosen.nonzero()[:, 0].tolist() == [5, 6, 7, 8, 9]
+
+
+def test_deviation_is_summed_in_fp32() -> None:
+    """bf16 inputs and the same numbers in fp32 choose alike (kvpress#276)."""
+    noise = torch.randn(N, generator=torch.Generator().manual_seed(0)).bfloat16()
+    low = ran(CacheBlendRecompute(0.3), with_deviation(noise, torch.bfloat16))[2]
+    high = ran(CacheBlendRecompute(0.3), with_deviation(noise.float()))[2]
+    assert torch.equal(low, high)
+
+
+def test_deviation_ignores_what_was_never_written() -> None:
+    """Rows of new tokens are uninitialised in the reused copy: they may hold anything."""
+    given = with_deviation(torch.arange(N).float())
+    given.reused[1][1][:, ~given.matched] = float("nan")
+    chosen = ran(CacheBlendRecompute(0.12), given)[2]
+    assert chosen.nonzero()[:, 0].tolist() == [27, 28, 29]
+
+
+def test_controls_replace_what_was_reused() -> None:
+    keys, values = torch.randn(2, 500, 8) * 3 + 1, torch.randn(2, 500, 8)
+    zero, noise = ZeroKV(), RandomKV()
+    assert isinstance(zero, Adjusts)
+    assert isinstance(noise, Adjusts)
+    assert not isinstance(NoRecompute(), Adjusts)
+    assert not torch.stack(zero.adjust(0, keys, values, state())).any()
+    new, _ = noise.adjust(0, keys, values, state(seed=1))
+    assert new.shape == keys.shape
+    assert torch.allclose(new.mean(1), keys.mean(1), atol=0.6)
+    assert torch.allclose(new.std(1), keys.std(1), atol=0.6)
+    assert not torch.allclose(new, keys, atol=0.5)
+    assert torch.equal(new, noise.adjust(0, keys, values, state(seed=1))[0])
+    assert not torch.equal(new, noise.adjust(1, keys, values, state(seed=1))[0])
+    one, _ = noise.adjust(0, keys[:, :1], values[:, :1], state())
+    assert one.isfinite().all()
+    assert noise.adjust(0, keys.bfloat16(), values, state())[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.5, float("nan")])
+@pytest.mark.parametrize("rule", [RandomRecompute, EpicRecompute, CacheBlendRecompute])
+def test_a_ratio_out_of_range_is_refused(rule: Any, ratio: float) -> None:
+    with pytest.raises(SettingError, match=r"recompute.ratio=.*: expected a number from 0.0 to 1"):
+        rule(ratio)
+
+
+def test_other_settings_out_of_range_are_refused() -> None:
+    with pytest.raises(SettingError, match=r"recompute\.k=-1"):
+        EpicRecompute(k=-1)
+    with pytest.raises(SettingError, match=r"recompute\.probe_layer=-1"):
+        CacheBlendRecompute(probe_layer=-1)
+    with pytest.raises(SettingError, match=r"recompute\.deviation='norm': expected value or key"):
+        CacheBlendRecompute(deviation="norm")
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=st.lists(st.integers(1, 8), min_size=1, max_size=5), ratio=st.floats(0.01, 0.99))
+def test_short_chunks_keep_at_least_one_token(lengths: list[int], ratio: float) -> None:
+    """``int(n * ratio)`` of a short chunk is 0; a ratio above 0 is at least one token (kvpress)."""
+    n = sum(lengths)
+    edges = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    mask = torch.ones(n, dtype=torch.bool)
+    given = State(n, mask, ~mask, list(zip(edges[:-1], edges[1:], strict=True)))
+    for start, end in given.chunks:
+        chosen = EpicRecompute(ratio).tokens(0, given)[start:end]
+        assert 1 <= int(chosen.sum()) <= max(1, round(ratio * (end - start)))
+    assert RandomRecompute(ratio).tokens(0, given).any()
