@@ -205,6 +205,8 @@ def main(cfg: DictConfig) -> None:
 def perform(cfg: DictConfig) -> None:
     """One run, from its configuration to its page."""
     console = Console()
+    if not console.is_terminal:
+        console.width = 100
     experiment = Experiment(cfg, console)
     with _folder(cfg) as run:
         summary = experiment.run(run)
