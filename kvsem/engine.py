@@ -122,7 +122,7 @@ class Engine:
         if len(tenants) > 1:
             raise KvsemError("ingest takes the requests of one tenant at a time")
         before = len(self.store)
-        for donor in track(donors):
+        for donor in track([] if self.lm.hooked else donors):
             self._build(donor, next(iter(tenants), ""))
         return len(self.store) - before
 
@@ -336,7 +336,12 @@ class Engine:
     # -- decode and admit -----------------------------------------------------------------------
 
     def generate(self, request: Request) -> Output:
-        """Answer ``request`` greedily, then leave its KV behind as ``admit`` allows."""
+        """Answer ``request`` greedily, then leave its KV behind as ``admit`` allows.
+
+        A model without selective prefill answers by plain transformers, exactly.
+        """
+        if self.lm.hooked:
+            return self._generate_plain(request)
         done = self.prefill(request)
         start = time.perf_counter()
         steps = request.max_new_tokens
@@ -351,6 +356,21 @@ class Engine:
         text = self.lm.tokenizer.decode(tokens, skip_special_tokens=True)
         provenance = final_provenance(done.plan, done.computed)
         return Output(tuple(tokens), text, done.logits, done.plan, provenance, done.computed, cost)
+
+    def _generate_plain(self, request: Request) -> Output:
+        start = time.perf_counter()
+        prompt = render(self.lm.tokenizer, request)
+        n = len(prompt.ids)
+        self.lm.check_prompt(n, request.max_new_tokens)
+        logits = self.lm.plain(prompt.ids)
+        cost = Cost(ttft_ms=(time.perf_counter() - start) * 1e3)
+        steps = request.max_new_tokens
+        tokens = self.lm.plain_decode(prompt.ids, steps) if steps else []
+        text = self.lm.tokenizer.decode(tokens, skip_special_tokens=True)
+        new = np.zeros(n, dtype=np.int8)
+        plan = ReusePlan(n, new, (), (), (), prompt.n_cacheable, (self.lm.hooked,))
+        computed = np.ones((self.lm.n_layers, n), dtype=bool)
+        return Output(tuple(tokens), text, logits, plan, new, computed, cost)
 
     def leave(self, done: Prefilled) -> None:
         """Store the chunks of a served request that the cache did not know."""

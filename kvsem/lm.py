@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -419,6 +420,20 @@ class LM:
         out = self.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
         return out.logits[0, -1].float()  # type: ignore[no-any-return]
 
+    @torch.no_grad()
+    def plain_decode(self, ids: np.ndarray, steps: int) -> list[int]:
+        """Greedy tokens of transformers' own ``generate``."""
+        given = torch.from_numpy(ids).to(self.device)[None]
+        stop = sorted(self.stop_tokens)
+        out = self.model.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=steps,
+            do_sample=False,
+            pad_token_id=stop[0] if stop else 0,
+        )
+        return out[0, len(ids) :].tolist()  # type: ignore[no-any-return]
+
     @property
     def stop_tokens(self) -> frozenset[int]:
         """Ids that end an answer."""
@@ -470,4 +485,8 @@ def load(name: str, packaged: bool = False, device: str = "auto", dtype: str = "
         ) from error
     lm = LM(model, tokenizer, name)
     lm.support = check(lm)
+    for capability in ("exact_prefix", "moved_chunk", "blend"):
+        ok, reason = lm.support[capability]
+        if not ok:
+            warnings.warn(f"{name}: {capability} is off, exact instead: {reason}", stacklevel=2)
     return lm

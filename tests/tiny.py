@@ -54,6 +54,15 @@ def prose(seed: int, n_words: int = 24) -> str:
     return " ".join(cut).rstrip(".") + "."
 
 
+def fast(
+    backend: Tokenizer, template: str | None = TEMPLATE, **special: str
+) -> PreTrainedTokenizerFast:
+    """``backend`` as transformers' own, with a chat template."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)  # type: ignore[no-untyped-call]
+    tokenizer.chat_template = template
+    return tokenizer
+
+
 @cache
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE with a chat template and a BOS that only `add_special_tokens` adds."""
@@ -72,11 +81,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<|bos|> $A", special_tokens=[("<|bos|>", 0)]
     )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<|bos|>", eos_token="<|eos|>"
-    )
-    fast.chat_template = TEMPLATE
-    return fast
+    return fast(tokenizer, bos_token="<|bos|>", eos_token="<|eos|>")
 
 
 def tiny_config(kind: str, **more: Any) -> Any:

@@ -36,6 +36,10 @@ class State:
     fresh: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     question_attention: torch.Tensor | None = None  # fp32 [layers, n_tokens], mean over heads, rows
 
+    def nothing(self) -> torch.Tensor:
+        """bool ``[n_tokens]``, all False: the empty choice."""
+        return torch.zeros(self.n_tokens, dtype=torch.bool)
+
     def budget(self, ratio: float) -> int:
         """How many matched tokens ``ratio`` of them is: rounded, at least 1 where ratio > 0."""
         n = int(self.matched.sum())

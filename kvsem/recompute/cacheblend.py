@@ -39,6 +39,6 @@ class CacheBlendRecompute:
         deviation = (fresh - reused).square().sum(dim=(0, 2)).cpu()
         deviation[~state.matched] = -1.0
         order = deviation.argsort(descending=True, stable=True)
-        chosen = torch.zeros(state.n_tokens, dtype=torch.bool)
+        chosen = state.nothing()
         chosen[order[: state.budget(self.ratio)]] = True
         return chosen

@@ -23,7 +23,7 @@ class EpicRecompute:
         self.ratio, self.k = ratio, k
 
     def tokens(self, layer: int, state: State) -> torch.Tensor:
-        chosen = torch.zeros(state.n_tokens, dtype=torch.bool)
+        chosen = state.nothing()
         for start, end in state.chunks:
             matched = start + state.matched[start:end].nonzero()[:, 0]
             chosen[matched[: self._head(len(matched))]] = True

@@ -11,4 +11,4 @@ class NoRecompute:
     needs = Needs()
 
     def tokens(self, layer: int, state: State) -> torch.Tensor:
-        return torch.zeros(state.n_tokens, dtype=torch.bool)
+        return state.nothing()

@@ -19,6 +19,6 @@ class RandomRecompute:
         candidates = state.matched.nonzero()[:, 0]
         generator = torch.Generator().manual_seed(state.seed)
         order = torch.randperm(len(candidates), generator=generator)
-        chosen = torch.zeros(state.n_tokens, dtype=torch.bool)
+        chosen = state.nothing()
         chosen[candidates[order[: state.budget(self.ratio)]]] = True
         return chosen

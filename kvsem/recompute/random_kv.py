@@ -11,7 +11,7 @@ class RandomKV:
     needs = Needs()
 
     def tokens(self, layer: int, state: State) -> torch.Tensor:
-        return torch.zeros(state.n_tokens, dtype=torch.bool)
+        return state.nothing()
 
     def adjust(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, state: State

@@ -22,6 +22,7 @@ from kvsem.contexts.in_company_own import InCompanyOwn
 from kvsem.embedders.hashing import HashingEmbedder
 from kvsem.engine import Engine
 from kvsem.errors import DataError, KvsemError, ModelError, SettingError
+from kvsem.gates.threshold import ThresholdGate
 from kvsem.index.flat import FlatIndex
 from kvsem.keys import chain_key
 from kvsem.lm import LM
@@ -365,6 +366,35 @@ def test_ingestion_is_exact_whatever_is_known(lm: LM) -> None:
     assert mine.key == theirs.key
     for a, b in zip((*mine.keys, *mine.values), (*theirs.keys, *theirs.values), strict=True):
         assert (a - b).abs().max() <= 1e-5
+
+
+def test_reused_kv_belongs_to_its_token_and_place(lm: LM) -> None:
+    """At layer 0 K and V depend on the token and its position alone: all reused ones are exact
+    there, whatever was aligned, cut or moved; prefix tokens are exact at every layer."""
+    rng = np.random.default_rng(0)
+    texts = [prose(70 + i, int(rng.integers(3, 30))) for i in range(6)]
+    engine = semantic(lm, gate=ThresholdGate(0.3))
+    seen = set()
+    for i in range(12):
+        passages = [texts[j] for j in rng.integers(0, 6, rng.integers(1, 5))]
+        if i % 3 == 2:
+            passages[-1] = passages[-1].replace(" ", " never ", int(rng.integers(1, 3)))
+        system = SYSTEM if i % 4 else None
+        request = Request.rag(str(i), passages, "Why?", system=system, max_new_tokens=1)
+        done = engine.prefill(request)
+        engine.leave(done)
+        cold, _ = exact(lm, done.prompt.ids)
+        provenance = torch.from_numpy(done.plan.provenance)
+        seen |= set(provenance.tolist())
+        n = len(provenance)
+        for layer in range(lm.n_layers):
+            rows = provenance == Provenance.PREFIX if layer else torch.ones(n, dtype=torch.bool)
+            for mine, theirs in (
+                (done.kv.keys[layer], cold.keys[layer]),
+                (done.kv.values[layer], cold.values[layer]),
+            ):
+                assert (mine[:, :, :n] - theirs)[:, :, rows].abs().sum() <= 1e-4 * theirs.norm()
+    assert seen == {Provenance.NEW, Provenance.PREFIX, Provenance.CHUNK, Provenance.SEMANTIC}
 
 
 def test_plain_texts_are_ingested(llama: LM) -> None:

@@ -6,6 +6,7 @@ LMCache#4666; vllm PR 14369; llama.cpp PR 10401.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from transformers import (
 
 from kvsem.errors import ModelError
 from kvsem.lm import LM
+from kvsem.prompt import render
 from kvsem.types import Output, Request
 from tests.tiny import (
     SYSTEM,
@@ -82,7 +84,8 @@ def from_config(config: Any) -> Callable[[], Any]:
     def make() -> Any:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(11)
-            return AutoModelForCausalLM.from_config(config).eval()
+            made: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            return made.eval()
 
     return make
 
@@ -210,8 +213,16 @@ def test_a_model_that_cannot_be_prefilled_in_parts_says_so(name: str) -> None:
         assert "\n" not in reason
     ids = torch.arange(20).numpy()
     assert (lm.plain(ids) - plain_logits(plain, ids)[-1]).abs().max() <= 1e-4
+    engine = tiny_engine(lm)
+    assert engine.ingest([REQUEST]) == 0
+    output = engine.generate(REQUEST)
+    rendered = render(tiny_tokenizer(), REQUEST).ids
+    assert list(output.tokens) == plain_generate(plain, rendered, REQUEST.max_new_tokens)
+    assert output.counts()["new"] == len(rendered)
+    assert said in output.plan.refused[0]
+    assert engine.generate(replace(REQUEST, max_new_tokens=0)).tokens == ()
     with pytest.raises(ModelError, match=said):
-        tiny_engine(lm).generate(REQUEST)
+        engine.prefill(REQUEST)
 
 
 def break_rotation(model: Any) -> Any:

@@ -18,7 +18,8 @@ KEYS = {
     "quality/f1_exact_arm", "quality/perplexity_ratio", "quality/kv_error_rel",
     "cost/ttft_ms", "cost/ttft_speedup", "cost/plan_ms", "cost/load_ms", "cost/prefill_ms",
     "cost/decode_ms_per_token", "cost/flop_ratio", "cost/recomputed_layer_tokens",
-    "cost/kv_bytes", "cost/store_ms", "reuse/prefix_tokens", "reuse/chunk_tokens", "reuse/semantic_tokens",
+    "cost/kv_bytes", "cost/store_ms", "reuse/prefix_tokens",
+    "reuse/chunk_tokens", "reuse/semantic_tokens",
     "reuse/recomputed_tokens", "reuse/new_tokens", "reuse/matched_tokens", "reuse/hit_rate",
     "reuse/refused",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""One key function: constants, framing, the same in every process, and what a namespace tells apart.
+"""One key function: constants, framing, the same in every process, what a namespace tells apart.
 
 tinfoilsh/confidential-model-router PR 386; LMCache#2136; sglang#24758; aibrix#2329.
 """
@@ -17,11 +17,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from kvsem.keys import chain_key, content_key, digest, entry_id
 from kvsem.lm import LM
-from tests.tiny import TEMPLATE, tiny_model, tiny_tokenizer
+from tests.tiny import TEMPLATE, fast, tiny_model, tiny_tokenizer
 
 IDS = np.array([3, 1, 4, 1, 5])
 CONTENT = "0f67ca29643c732b4353ff827b839704dbe3dada82c2a87d8385311e428d28f1"
@@ -34,7 +35,8 @@ from kvsem.lm import LM
 from tests.tiny import tiny_model, tiny_tokenizer
 ids = np.array([3, 1, 4, 1, 5])
 key = content_key("ns", "text", ids)
-print(key, chain_key("ns", ids), entry_id(key), LM(tiny_model("llama"), tiny_tokenizer()).namespace("A"))
+lm = LM(tiny_model("llama"), tiny_tokenizer())
+print(key, chain_key("ns", ids), entry_id(key), lm.namespace("A"))
 """
 
 
@@ -117,20 +119,15 @@ def scaled() -> Any:
     return model
 
 
-def other_tokenizer(**more: Any) -> PreTrainedTokenizerFast:
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=tiny_tokenizer().backend_tokenizer, bos_token="<|bos|>"
-    )
-    tokenizer.chat_template = TEMPLATE
-    if "template" in more:
-        tokenizer.chat_template = more["template"]
-    if "token" in more:
-        tokenizer.add_tokens([more["token"]])
-    return tokenizer
+def other_tokenizer(template: str = TEMPLATE, token: str = "") -> PreTrainedTokenizerFast:
+    backend = Tokenizer.from_str(tiny_tokenizer().backend_tokenizer.to_str())
+    backend.add_tokens([token] if token else [])
+    return fast(backend, template, bos_token="<|bos|>", eos_token="<|eos|>")
 
 
 def test_the_same_model_twice_is_one_namespace() -> None:
-    assert namespace(tiny_model("llama")) == namespace(tiny_model("llama"))
+    again = namespace(tiny_model("llama"), other_tokenizer())
+    assert namespace(tiny_model("llama")) == namespace(tiny_model("llama")) == again
 
 
 def test_everything_that_changes_kv_changes_the_namespace() -> None:

@@ -16,7 +16,7 @@ from kvsem.chunkers.sentence import SentenceChunker
 from kvsem.errors import DataError
 from kvsem.prompt import Prompt, chunks_of, render
 from kvsem.types import Chunk, Message, Request, Segment, Span
-from tests.tiny import TEMPLATE, prose, tiny_tokenizer
+from tests.tiny import TEMPLATE, fast, prose, tiny_tokenizer
 
 ALPHABET = list("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;#-[]?!|<>_\n")
 CJK = "今天气很好我们去公园吧。桥是一八四七年建的，石头做。"
@@ -24,10 +24,8 @@ CORPUS = [prose(seed, 100) for seed in range(10)] + ["system user assistant\n\n"
 SPECIAL = ["[CLS]", "[SEP]", "[UNK]", "<|im_start|>", "<|im_end|>"]
 
 
-def wrapped(tokenizer: Tokenizer, bos: str, template: bool = True) -> PreTrainedTokenizerFast:
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, unk_token="[UNK]")
-    fast.chat_template = TEMPLATE if template else None
-    return fast
+def wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    return fast(tokenizer, bos_token="[CLS]", unk_token="[UNK]")
 
 
 def bos_first(tokenizer: Tokenizer, also_last: bool = False) -> Tokenizer:
@@ -94,13 +92,13 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
         case "byte_bpe":
             return tiny_tokenizer()
         case "unigram":
-            return wrapped(unigram(), "[CLS]")
+            return wrapped(unigram())
         case "wordpiece":
-            return wrapped(wordpiece(), "[CLS]")
+            return wrapped(wordpiece())
         case "whitespace_bpe":
-            return wrapped(bpe(pre.Whitespace(), [*ALPHABET, *CJK]), "[CLS]")
+            return wrapped(bpe(pre.Whitespace(), [*ALPHABET, *CJK]))
         case _:
-            return wrapped(merging(), "[CLS]")
+            return wrapped(merging())
 
 
 NAMES = ("byte_bpe", "unigram", "wordpiece", "whitespace_bpe", "merging")
@@ -177,10 +175,10 @@ def test_ids_are_those_of_the_whole_text(tokenizer: PreTrainedTokenizerFast, edg
     request = Request.rag("r", [*EDGES[edge]], "Why?", system="Be brief.")
     prompt = render(tokenizer, request)
     messages = [{"role": m.role, "content": m.content} for m in request.messages]
-    want = tokenizer.apply_chat_template(
+    want: Any = tokenizer.apply_chat_template(
         messages, tokenize=True, add_generation_prompt=True, return_dict=True
-    )["input_ids"]
-    assert prompt.ids.tolist() == want
+    )
+    assert prompt.ids.tolist() == want["input_ids"]
     assert np.flatnonzero(prompt.ids == tokenizer.bos_token_id).tolist() == [0]
     for chunk in chunks(prompt):
         assert tokenizer.bos_token_id not in chunk.ids.tolist()
@@ -208,9 +206,7 @@ def test_keys_of_different_texts_differ(tokenizer: PreTrainedTokenizerFast) -> N
 
 @pytest.mark.parametrize("edge", EDGES)
 def test_no_chat_template(tokenizer: PreTrainedTokenizerFast, edge: str) -> None:
-    plain = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer.backend_tokenizer, bos_token=tokenizer.bos_token
-    )
+    plain = fast(tokenizer.backend_tokenizer, None, bos_token=str(tokenizer.bos_token))
     request = Request.rag("r", EDGES[edge], "Why?", system="Be brief.")
     prompt = render(plain, request)
     assert prompt.text.endswith("\n\nQuestion: Why?\n\nAnswer:")
@@ -269,10 +265,8 @@ def test_a_conversation(tokenizer: PreTrainedTokenizerFast) -> None:
 
 def test_a_segment_that_the_template_rewrites_is_left_out() -> None:
     """Thoughts of earlier turns vanish from the prompt: that turn has no piece of its own."""
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=tiny_tokenizer().backend_tokenizer, bos_token="<|bos|>"
-    )
-    tokenizer.chat_template = TEMPLATE.replace("m['content']", "m['content'].split('</think>')[-1]")
+    template = TEMPLATE.replace("m['content']", "m['content'].split('</think>')[-1]")
+    tokenizer = fast(tiny_tokenizer().backend_tokenizer, template, bos_token="<|bos|>")
     messages = (
         Message("user", (Segment("turn", "the bridge"),)),
         Message("assistant", (Segment("turn", "<think>hm</think>of stone"),)),
@@ -284,13 +278,11 @@ def test_a_segment_that_the_template_rewrites_is_left_out() -> None:
 
 
 def test_a_template_that_refuses_is_a_data_error() -> None:
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=tiny_tokenizer().backend_tokenizer, bos_token="<|bos|>"
-    )
-    tokenizer.chat_template = (
+    template = (
         "{% if messages[0]['role'] == 'system' %}"
         "{{ raise_exception('System role not supported') }}{% endif %}"
     )
+    tokenizer = fast(tiny_tokenizer().backend_tokenizer, template)
     with pytest.raises(DataError, match=r"request 'r': .* System role not supported"):
         render(tokenizer, Request.rag("r", ["the river"], "Why?", system="Be brief."))
 
@@ -298,6 +290,5 @@ def test_a_template_that_refuses_is_a_data_error() -> None:
 def test_a_text_without_tokens_is_a_data_error() -> None:
     bare = Tokenizer(models.WordLevel({"a": 0}))
     bare.normalizer = normalizers.Replace("\u3164", "")
-    fast = PreTrainedTokenizerFast(tokenizer_object=bare)
     with pytest.raises(DataError, match=r"request 'r': .*no token"):
-        render(fast, Request("r", text="\u3164"))
+        render(fast(bare, None), Request("r", text="\u3164"))

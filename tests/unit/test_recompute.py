@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +216,7 @@ def test_short_chunks_keep_at_least_one_token(lengths: list[int], ratio: float) 
     n = sum(lengths)
     edges = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     mask = torch.ones(n, dtype=torch.bool)
-    given = State(n, mask, ~mask, list(zip(edges[:-1], edges[1:], strict=True)))
+    given = State(n, mask, ~mask, list(pairwise(edges)))
     for start, end in given.chunks:
         chosen = EpicRecompute(ratio).tokens(0, given)[start:end]
         assert 1 <= int(chosen.sum()) <= max(1, round(ratio * (end - start)))
