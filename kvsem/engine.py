@@ -24,10 +24,10 @@ from kvsem.gates.base import Gate
 from kvsem.gates.threshold import ThresholdGate
 from kvsem.index.base import ChunkIndex
 from kvsem.index.flat import FlatIndex
-from kvsem.keys import chain_key, entry_id
 from kvsem.lm import LM
 from kvsem.memory.gather import gather
-from kvsem.memory.store import ChunkStore
+from kvsem.memory.store import ChunkStore, entry_of
+from kvsem.memory.vectors import ChunkVectors
 from kvsem.planner import Planner
 from kvsem.prompt import Prompt, render
 from kvsem.recompute.base import Adjusts, Recompute, State
@@ -90,7 +90,7 @@ class Engine:
             raise SettingError("admit", admit, "all, exact_only or none")
         if n_candidates < 1:
             raise SettingError("n_candidates", n_candidates, "a whole number from 1 up")
-        self.lm, self.embedder = lm, embedder
+        self.lm = lm
         self.chunker: Chunker = chunker or SegmentChunker()
         self.aligner: Aligner = aligner or EditAligner()
         self.gate: Gate = gate or ThresholdGate()
@@ -98,9 +98,7 @@ class Engine:
         self.context: DonorContext = context or InCompany()
         self.admit, self.n_candidates, self.seed = admit, n_candidates, seed
         self.store = ChunkStore()
-        self._make_index = index
-        self._indexes: dict[str, ChunkIndex] = {}  # by namespace: tenants stay apart
-        self._keys_by_id: dict[int, str] = {}
+        self.vectors = ChunkVectors(embedder, index)
 
     # -- ingest ---------------------------------------------------------------------------------
 
@@ -135,7 +133,7 @@ class Engine:
             raise KvsemError("only engines with admit=none share what was ingested")
         for entry in other.store:
             self.store.put(entry)
-        self._indexes, self._keys_by_id = dict(other._indexes), dict(other._keys_by_id)
+        self.vectors.share(other.vectors)
 
     def _build(self, donor: Donor, tenant: str) -> None:
         """One exact forward over the donor prompt, up to the end of its passage."""
@@ -153,11 +151,8 @@ class Engine:
         self.lm.check_prompt(len(ids))
         head = planner.chunks(prompt, prompt.pieces[0]) if prompt.pieces[0].kind == "system" else []
         kv = self._exact(ids, head)
-        for chunk in head:
-            self._put(chunk, kv, ids, namespace, "start", 0)
-        for chunk in chunks:
-            self._put(chunk, kv, ids, namespace, donor.context, 0)
-        self._add_vectors(chunks, namespace)
+        self._keep(head, kv, ids, namespace, "start")
+        self._keep(chunks, kv, ids, namespace, donor.context)
 
     def _exact(self, ids: np.ndarray, head: list[Chunk]) -> KVBuffer:
         """Exact KV of ``ids``; the head is copied where it is stored."""
@@ -182,58 +177,27 @@ class Engine:
         kv = self._exact(ids, [])
         moved = len(ahead) - chunks[0].start
         placed = [replace(c, start=c.start + moved, end=c.end + moved) for c in chunks]
-        for chunk in placed:
-            self._put(chunk, kv, ids, namespace, donor.context, 0)
-        self._add_vectors(placed, namespace)
+        self._keep(placed, kv, ids, namespace, donor.context)
 
-    def _put(
-        self, chunk: Chunk, kv: KVBuffer, ids: np.ndarray, namespace: str, context: str, depth: int
-    ) -> bool:
-        if self.store.get(chunk.key) is not None:
-            return False
-        keys, values = kv.slice(chunk.start, chunk.end)
-        ahead = chain_key(namespace, ids[: chunk.start])
-        entry = ChunkKV(
-            chunk.key,
-            namespace,
-            chunk.text,
-            chunk.ids,
-            chunk.inner,
-            chunk.start,
-            context,
-            ahead,
-            depth,
-            keys,
-            values,
-        )
-        return self.store.put(entry)
-
-    def _add_vectors(self, chunks: Sequence[Chunk], namespace: str) -> None:
-        """Make stored chunks findable; their bytes are whole by now."""
-        new = [c for c in chunks if c.kind != "system" and self.store.get(c.key) is not None]
-        if self.embedder is None or not new:
-            return
-        vectors = self.embedder.embed([c.text for c in new])
-        meaning = np.linalg.norm(vectors, axis=1) > 0  # a text without content has no direction
-        found = [c for c, m in zip(new, meaning, strict=True) if m]
-        self._index(namespace).add([entry_id(c.key) for c in found], vectors[meaning])
-        self._keys_by_id.update((entry_id(c.key), c.key) for c in found)
-
-    def _index(self, namespace: str) -> ChunkIndex:
-        if namespace not in self._indexes:
-            assert self.embedder is not None
-            given = getattr(self._make_index, "keywords", {})
-            wanted = {"dim": self.embedder.dim, "identity": self.embedder.identity}
-            index = self._make_index(**{k: v for k, v in wanted.items() if k not in given})
-            index.check(self.embedder)
-            self._indexes[namespace] = index
-        return self._indexes[namespace]
+    def _keep(
+        self,
+        chunks: Sequence[Chunk],
+        kv: KVBuffer,
+        ids: np.ndarray,
+        namespace: str,
+        context: str,
+        depth: int = 0,
+    ) -> None:
+        """Store chunks that are not there yet; findable by meaning once their bytes are whole."""
+        new = [chunk for chunk in chunks if self.store.get(chunk.key) is None]
+        for chunk in new:
+            self.store.put(entry_of(chunk, kv, ids, namespace, context, depth))
+        passages = [c for c in new if c.kind != "system" and self.store.get(c.key) is not None]
+        self.vectors.add(namespace, {c.key: c.text for c in passages})
 
     def forget(self, key: str) -> bool:
         """Remove an entry from the store and every index."""
-        for index in self._indexes.values():
-            index.remove([entry_id(key)])
-        self._keys_by_id.pop(entry_id(key), None)
+        self.vectors.forget(key)
         return self.store.forget(key)
 
     # -- plan -----------------------------------------------------------------------------------
@@ -244,10 +208,8 @@ class Engine:
             self.chunker,
             self.aligner,
             self.gate,
-            self.embedder,
             self.store,
-            self._indexes.get(namespace),
-            self._keys_by_id,
+            self.vectors,
             namespace,
             moved,
             self.n_candidates,
@@ -380,16 +342,13 @@ class Engine:
         approximate = plan.matched & ~done.computed.all(axis=0)
         used = self._entries(plan).values()
         depth = 1 + max((entry.depth for entry in used), default=0)
-        stored = []
         for chunk, match in zip(plan.chunks, plan.matches, strict=True):
             exact = not approximate[: chunk.end].any()
             if match.kind != "none" or not (exact or self.admit == "all"):
                 continue
             context = "start" if chunk.kind == "system" else "in_request"
             at = 0 if exact else depth
-            if self._put(chunk, done.kv, done.prompt.ids, namespace, context, at):
-                stored.append(chunk)
-        self._add_vectors(stored, namespace)
+            self._keep([chunk], done.kv, done.prompt.ids, namespace, context, at)
 
 
 def final_provenance(plan: ReusePlan, computed: np.ndarray) -> np.ndarray:

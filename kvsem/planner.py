@@ -9,11 +9,10 @@ import numpy as np
 
 from kvsem.aligners.base import Aligner
 from kvsem.chunkers.base import Chunker
-from kvsem.embedders.base import Embedder
 from kvsem.gates.base import Candidate, Gate
-from kvsem.index.base import ChunkIndex
 from kvsem.keys import chain_key
 from kvsem.memory.store import ChunkStore
+from kvsem.memory.vectors import ChunkVectors
 from kvsem.prompt import Piece, Prompt, chunks_of
 from kvsem.types import CACHEABLE, Chunk, ChunkKV, Match, Provenance, ReusePlan, Run
 
@@ -29,10 +28,8 @@ class Planner:
     chunker: Chunker
     aligner: Aligner
     gate: Gate
-    embedder: Embedder | None
     store: ChunkStore
-    index: ChunkIndex | None
-    keys_by_id: dict[int, str]
+    vectors: ChunkVectors
     namespace: str
     moved: str = ""
     n_candidates: int = 4
@@ -44,7 +41,7 @@ class Planner:
         layout = _Layout(len(prompt.ids), prompt.ids, self.namespace, self.moved)
         similar = self._candidates([c for c in chunks if c.kind != "system" and self._unknown(c)])
         for chunk in chunks:
-            if chunk.key in similar:
+            if similar.get(chunk.key):
                 layout.place(chunk, *self._similar(chunk, similar[chunk.key], layout))
             else:
                 layout.place(chunk, *self._identical(chunk))
@@ -65,15 +62,13 @@ class Planner:
 
     def _candidates(self, chunks: Sequence[Chunk]) -> dict[str, list[tuple[ChunkKV, float]]]:
         """Similar entries of the chunks that nothing identical covers, best first."""
-        if not chunks or self.embedder is None or self.index is None or not len(self.index):
-            return {}
         if self.moved or self.off:
             return {}
-        vectors = self.embedder.embed([chunk.text for chunk in chunks])
+        texts = [chunk.text for chunk in chunks]
         found: dict[str, list[tuple[ChunkKV, float]]] = {}
-        for chunk, vector in zip(chunks, vectors, strict=True):
-            hits = self.index.search(vector, self.n_candidates)
-            entries = [(self.store.get(self.keys_by_id[id]), score) for id, score in hits]
+        near = self.vectors.near(self.namespace, texts, self.n_candidates)
+        for chunk, hits in zip(chunks, near, strict=True):
+            entries = [(self.store.get(key), score) for key, score in hits]
             found[chunk.key] = [(entry, score) for entry, score in entries if entry is not None]
         return found
 
@@ -91,7 +86,7 @@ class Planner:
     def _similar(
         self, chunk: Chunk, candidates: list[tuple[ChunkKV, float]], layout: _Layout
     ) -> tuple[ChunkKV | None, np.ndarray, Match]:
-        match = Match("none", reason="no_candidate")
+        match = Match("none")
         for entry, score in candidates:
             decision = self.gate.accept(chunk.text, Candidate(entry.text, score))
             source = self.aligner.align(chunk.ids, entry.ids) if decision.accepted else None

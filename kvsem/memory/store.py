@@ -4,9 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
-from kvsem.types import ChunkKV
+from kvsem.forward import KVBuffer
+from kvsem.keys import chain_key
+from kvsem.types import Chunk, ChunkKV
+
+
+def entry_of(
+    chunk: Chunk, kv: KVBuffer, ids: np.ndarray, namespace: str, context: str, depth: int
+) -> ChunkKV:
+    """The entry of ``chunk``, whose KV stands at its place in ``kv`` behind ``ids``."""
+    keys, values = kv.slice(chunk.start, chunk.end)
+    return ChunkKV(
+        key=chunk.key,
+        namespace=namespace,
+        text=chunk.text,
+        ids=chunk.ids,
+        inner=chunk.inner,
+        position=chunk.start,
+        context=context,
+        context_key=chain_key(namespace, ids[: chunk.start]),
+        depth=depth,
+        keys=keys,
+        values=values,
+    )
 
 
 class ChunkStore:

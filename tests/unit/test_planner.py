@@ -17,8 +17,9 @@ from kvsem.chunkers.segment import SegmentChunker
 from kvsem.embedders.hashing import HashingEmbedder
 from kvsem.gates.threshold import ThresholdGate
 from kvsem.index.flat import FlatIndex
-from kvsem.keys import chain_key, entry_id
+from kvsem.keys import chain_key
 from kvsem.memory.store import ChunkStore
+from kvsem.memory.vectors import ChunkVectors
 from kvsem.planner import Planner
 from kvsem.prompt import Prompt, render
 from kvsem.types import Chunk, ChunkKV, Provenance, Request, ReusePlan
@@ -32,17 +33,14 @@ class Bench:
     """A planner over a store that is filled without a model."""
 
     def __init__(self, **parts: Any) -> None:
-        embedder = HashingEmbedder()
-        self.store, self.index = ChunkStore(), FlatIndex(embedder.dim, embedder.identity)
-        self.keys_by_id: dict[int, str] = {}
+        self.store = ChunkStore()
+        self.vectors = ChunkVectors(HashingEmbedder(), FlatIndex)
         default: dict[str, Any] = {
             "chunker": SegmentChunker(),
             "aligner": EditAligner(),
             "gate": ThresholdGate(0.5),
-            "embedder": embedder,
             "store": self.store,
-            "index": self.index,
-            "keys_by_id": self.keys_by_id,
+            "vectors": self.vectors,
             "namespace": NS,
         }
         self.planner = Planner(**default | parts)
@@ -61,10 +59,7 @@ class Bench:
             parts = (chunk.inner, chunk.start, "test", ahead, depth, kv, kv)
             self.store.put(ChunkKV(chunk.key, NS, chunk.text, chunk.ids, *parts))
             if chunk.kind != "system":
-                embedder = self.planner.embedder
-                assert embedder is not None
-                self.index.add([entry_id(chunk.key)], embedder.embed([chunk.text]))
-                self.keys_by_id[entry_id(chunk.key)] = chunk.key
+                self.vectors.add(NS, {chunk.key: chunk.text})
         return chunks
 
     def plan(self, request: Request) -> tuple[ReusePlan, Prompt]:
@@ -158,11 +153,8 @@ def test_what_makes_a_chunk_no_prefix(change: str) -> None:
 
 
 def test_a_gap_ends_the_prefix() -> None:
-    bench = Bench(embedder=None)
-    embedder = HashingEmbedder()
-    bench.planner.embedder = embedder
+    bench = Bench(vectors=ChunkVectors(None, FlatIndex))
     chunks = bench.learn(rag(*TEXTS[:3]))
-    bench.planner.embedder = None
     bench.store.forget(chunks[1].key)
     plan, _ = bench.plan(rag(*TEXTS[:3]))
     assert kinds(plan) == ["prefix", "none", "chunk", "chunk"]
