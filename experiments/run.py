@@ -92,7 +92,7 @@ class Experiment:
         keep = self.cfg.baselines == "reuse"
         settings = {
             "model": self.lm.name,
-            "weights": self.lm.weights_digest()[:16],
+            "namespace": self.lm.namespace()[:16],
             "dtype": str(self.lm.dtype).removeprefix("torch."),
             "device": str(self.lm.device),
             "threads": self.cfg.threads,

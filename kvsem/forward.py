@@ -7,7 +7,7 @@ recomputed token in the middle sees exactly the tokens before it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +71,22 @@ class LayerShape:
     key_dim: int
     value_dim: int
     window: int | None
+
+
+def multiplications(
+    shapes: Sequence[LayerShape], weights: Sequence[int], computed: np.ndarray
+) -> int:
+    """Of the layers over ``computed`` (bool ``[layers, n]``), each with so many linear weights.
+
+    Each causal (and windowed) query-key pair counts once for scores and once for values.
+    """
+    total = 0
+    positions = np.arange(computed.shape[1], dtype=np.int64) + 1
+    for shape, linear, mask in zip(shapes, weights, computed, strict=True):
+        seen = positions if shape.window is None else np.minimum(positions, shape.window)
+        total += int(mask.sum()) * linear
+        total += int(seen[mask].sum()) * shape.query_heads * (shape.key_dim + shape.value_dim)
+    return total
 
 
 @dataclass

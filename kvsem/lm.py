@@ -8,7 +8,6 @@ from absolute positions; hooks at the decoder layers narrow the token set by dep
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +23,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from kvsem import rope
+from kvsem import fingerprint, rope
 from kvsem.errors import KvsemError, ModelError, SettingError, one_line
-from kvsem.forward import Forward, KVBuffer, LayerShape
-from kvsem.keys import LAYOUT, digest
+from kvsem.forward import Forward, KVBuffer, LayerShape, multiplications
 
 ATTENTION = "kvsem"  # name of our attention function in transformers' registry
 NARROWED = {"position_ids": -1, "position_embeddings": -2}  # layer inputs with a token axis
@@ -168,7 +166,7 @@ class LM:
             self.shapes = self._probe()
         except (KvsemError, RuntimeError, TypeError, ValueError, AssertionError, KeyError) as error:
             self.switch_off(one_line(error))
-        self._namespaces: dict[str, str] = {}
+        self._namespace = ""
 
     def switch_off(self, reason: str) -> None:
         """Give the model back to plain transformers: selective prefill does not work on it."""
@@ -192,34 +190,9 @@ class LM:
 
     def namespace(self, tenant: str = "") -> str:
         """Key of everything that makes KV of this model (and tenant) what it is."""
-        if tenant not in self._namespaces:
-            fingerprint = self._namespaces.get("") if tenant else self._fingerprint()
-            self._namespaces.setdefault("", fingerprint or self._fingerprint())
-            if tenant:
-                base = self._namespaces[""]
-                self._namespaces[tenant] = digest("tenant", base=base, tenant=tenant)
-        return self._namespaces[tenant]
-
-    def _fingerprint(self) -> str:
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        return digest(
-            "namespace",
-            weights=self.weights_digest(),
-            config=self.config.to_json_string(use_diff=False),
-            tokenizer=backend.to_str() if backend is not None else repr(self.tokenizer),
-            template=str(getattr(self.tokenizer, "chat_template", None)),
-            dtype=str(self.dtype),
-            layout=LAYOUT,
-        )
-
-    def weights_digest(self) -> str:
-        """Hex SHA-256 over every parameter's name, shape, dtype and bytes."""
-        sha = hashlib.sha256()
-        for name, tensor in self.model.named_parameters():
-            data = tensor.detach().contiguous().cpu()
-            sha.update(f"{name}{tuple(data.shape)}{data.dtype}".encode())
-            sha.update(data.view(torch.uint8).numpy().data)
-        return sha.hexdigest()
+        if not self._namespace:
+            self._namespace = fingerprint.namespace(self.model, self.tokenizer)
+        return fingerprint.of_tenant(self._namespace, tenant)
 
     def _find_layers(self) -> torch.nn.ModuleList:
         for module in self.model.modules():
@@ -265,17 +238,12 @@ class LM:
         scores and once for values, lm_head for one row. Norms, softmax and moving keys, all
         below 1 %, are not counted.
         """
-        total = int(self.model.get_output_embeddings().weight.numel())
-        positions = np.arange(computed.shape[1], dtype=np.int64) + 1
-        for layer, shape, mask in zip(self.layers, self.shapes, computed, strict=True):
-            weights = sum(
-                m.weight.numel() for m in layer.modules() if isinstance(m, torch.nn.Linear)
-            )
-            seen = positions if shape.window is None else np.minimum(positions, shape.window)
-            pairs = int(seen[mask].sum())
-            total += int(mask.sum()) * weights
-            total += pairs * shape.query_heads * (shape.key_dim + shape.value_dim)
-        return total
+        weights = [
+            sum(m.weight.numel() for m in layer.modules() if isinstance(m, torch.nn.Linear))
+            for layer in self.layers
+        ]
+        head = int(self.model.get_output_embeddings().weight.numel())
+        return head + multiplications(self.shapes, weights, computed)
 
     # -- buffers ------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from kvsem.keys import chain_key
 from kvsem.lm import LM
 from kvsem.memory.store import ChunkStore
 from kvsem.recompute.all import AllRecompute
+from kvsem.recompute.base import Needs, State
 from kvsem.recompute.cacheblend import CacheBlendRecompute
 from kvsem.recompute.epic import EpicRecompute
 from kvsem.recompute.none import NoRecompute
@@ -192,6 +193,36 @@ def test_approximate_kv_never_becomes_prefix(lm: LM, plain: Any) -> None:
     ids = engine.prefill(rag("a", 0, 2)).prompt.ids
     assert (exactly.logits - plain_logits(plain, ids)[-1]).abs().max() <= 1e-4
     assert list(exactly.tokens) == plain_generate(plain, ids, 16)
+
+
+def test_depth_outlives_what_stood_ahead(llama: LM) -> None:
+    """Approximate KV behind tokens that are exact by now, at its very place: still a chunk."""
+    engine = tiny_engine(llama, context=InCompany())
+    engine.ingest([rag("x", 0), rag("y", 1)])
+    engine.generate(rag("a", 0, 2))
+    moved = next(entry for entry in engine.store if entry.text == PASSAGES[0])
+    engine.forget(moved.key)
+    engine.generate(rag("b", 0))  # passage 0 once more, exactly, directly behind the system prompt
+    plan = engine.plan(rag("a", 0, 2))
+    assert [match.kind for match in plan.matches] == ["prefix", "prefix", "chunk"]
+
+
+class Eager:
+    """A rule that asks for more than it may: prefix tokens too."""
+
+    needs = Needs()
+
+    def tokens(self, layer: int, state: State) -> torch.Tensor:
+        return torch.ones(state.n_tokens, dtype=torch.bool)
+
+
+def test_a_rule_never_reaches_the_prefix(llama: LM) -> None:
+    engine = tiny_engine(llama, recompute=Eager(), admit="none")
+    engine.ingest([rag("a", 0), rag("b", 1)])
+    output = engine.generate(rag("c", 1, 0))
+    assert_counts(output)
+    assert output.counts()["prefix"] > 20
+    assert output.counts()["recomputed"] > 20
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ PLUGS = {
 }  # fmt: skip
 LAYERS: tuple[set[str], ...] = (
     {"errors", "types", "keys", "rope", "packaged"},
-    {"forward", "lm", "memory", "planner", "prompt", "selfcheck"} | PLUGS,
+    {"fingerprint", "forward", "lm", "memory", "planner", "prompt", "selfcheck"} | PLUGS,
     {"engine"},
     {"baselines", "environment", "guarantee", "harness", "observe", "serving"},
     {"cli", "labels", "plots", "report", "results", "summary", "tracking"},

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvsem.aligners.edit import EditAligner
 from kvsem.aligners.identical import IdenticalAligner
 from kvsem.chunkers.segment import SegmentChunker
+from kvsem.chunkers.sentence import SentenceChunker
 from kvsem.embedders.hashing import HashingEmbedder
 from kvsem.gates.threshold import ThresholdGate
 from kvsem.index.flat import FlatIndex
@@ -129,6 +130,19 @@ def test_another_order_is_chunk() -> None:
         assert (labels == Provenance.NEW).sum() <= 2
         inner = labels[chunk.inner[0] : chunk.inner[1]]
         assert (inner == Provenance.CHUNK).all()
+
+
+def test_edges_that_are_cut_otherwise_are_new() -> None:
+    """A sentence behind a space has other ids at its first word than one behind a line break."""
+    sentences = [f"{word} was carried from the harbour." for word in ("Zebulon", "Quixote", "Xavi")]
+    bench = Bench(chunker=SentenceChunker(max_tokens=8))
+    bench.learn(rag(" ".join(sentences), "\n\n".join(sentences)))
+    plan, _ = bench.plan(rag(" ".join(sentences[::-1])))
+    assert kinds(plan) == ["prefix", "chunk", "chunk", "chunk"]
+    for chunk in plan.chunks[1:]:
+        labels = plan.provenance[chunk.start : chunk.end]
+        assert (labels[chunk.inner[0] : chunk.inner[1]] == Provenance.CHUNK).all()
+    assert (plan.provenance[plan.chunks[1].start : plan.n_cacheable] == Provenance.NEW).any()
 
 
 def test_the_shared_head_of_a_request_is_prefix_until_it_parts() -> None:
