@@ -34,8 +34,8 @@ def run(out: Path, cache: Path, *more: str, root: Path = ROOT) -> subprocess.Com
     blocked = "import socket\ndef no(*a, **k): raise OSError('no network here')\n"
     blocked += "socket.socket.connect = no\nsocket.getaddrinfo = no\n"
     (cache / "sitecustomize.py").write_text(blocked, encoding="utf-8")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
-    env = kept | {"KVSEM_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(cache)}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "HF_"))}
+    env = kept | {"KVSEM_CACHE": str(cache), "PYTHONPATH": str(cache)}
     command = [sys.executable, "experiments/run.py", f"out={out}", "workload.limit=2", *more]
     return subprocess.run(
         command, cwd=root, env=env, capture_output=True, text=True, timeout=500,
