@@ -38,11 +38,6 @@ class KVBuffer:
     def capacity(self) -> int:
         return self.keys[0].shape[-2]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the valid tokens."""
-        return sum(t.nbytes for t in (*self.keys, *self.values)) * self.length // self.capacity
-
     def truncate_to(self, n: int) -> None:
         """Keep the first ``n`` tokens; raises outside 0 … length."""
         if not 0 <= n <= self.length:

@@ -59,51 +59,76 @@ def render(tokenizer: Any, request: Request) -> Prompt:
         spans = [(located[0], Span(0, len(text)))]
     else:
         text, templated = _template(tokenizer, request)
-        spans = _locate(text, request)
+        spans = _locate(tokenizer, text, request)
     encoded = tokenizer(text, add_special_tokens=not templated, return_offsets_mapping=True)
     ids = np.asarray(encoded["input_ids"], dtype=np.int64)
     offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
     if not len(ids):
         raise DataError(f"request {request.id!r}: the tokenizer makes no token of its text")
-    head = bool(request.messages)
-    return Prompt(text, ids, offsets, _pieces(text, offsets, spans, head))
+    return Prompt(text, ids, offsets, _pieces(text, offsets, spans, request.text is None))
 
 
 def _template(tokenizer: Any, request: Request) -> tuple[str, bool]:
     """The rendered text, and whether a chat template (which brings its own BOS) made it."""
-    if getattr(tokenizer, "chat_template", None):
-        messages = [{"role": m.role, "content": m.content} for m in request.messages]
-        try:
-            return tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            ), True
-        except TemplateError as error:  # as for a system role that the template does not know
-            raise DataError(
-                f"request {request.id!r}: the chat template refuses it: {one_line(error)}"
-            ) from error
-    return SEPARATOR.join([m.content for m in request.messages] + ["Answer:"]), False
+    contents = [message.content for message in request.messages]
+    if not getattr(tokenizer, "chat_template", None):
+        return SEPARATOR.join([*contents, "Answer:"]), False
+    try:
+        return _apply(tokenizer, request, contents), True
+    except TemplateError as error:  # as for a system role that the template does not know
+        raise DataError(
+            f"request {request.id!r}: the chat template refuses it: {one_line(error)}"
+        ) from error
 
 
-def _locate(text: str, request: Request) -> list[tuple[Segment, Span]]:
+def _apply(tokenizer: Any, request: Request, contents: Sequence[str]) -> str:
+    pairs = zip(request.messages, contents, strict=True)
+    messages = [{"role": message.role, "content": content} for message, content in pairs]
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return text
+
+
+def _locate(tokenizer: Any, text: str, request: Request) -> list[tuple[Segment, Span]]:
     """Character spans of the segments (stripped) in the rendered text, in order.
 
     A segment that the template rewrote is left out: its tokens are computed.
     """
     spans: list[tuple[Segment, Span]] = []
     cursor = 0
-    for i, message in enumerate(request.messages):
-        content = message.content.strip()
-        last = i == len(request.messages) - 1
-        found = text.rfind(content, cursor) if last else text.find(content, cursor)
+    for message, start in zip(request.messages, _starts(tokenizer, text, request), strict=True):
+        found = text.find(message.content.strip(), cursor) if start is None else start
         inside = cursor if found < 0 else found
         for segment in message.segments:
             core = segment.text.strip()
-            start = text.find(core, inside)
-            if not core or start < 0:
+            at = text.find(core, inside)
+            if not core or at < 0:
                 continue
-            inside = cursor = start + len(core)
-            spans.append((segment, Span(start, inside)))
+            inside = cursor = at + len(core)
+            spans.append((segment, Span(at, inside)))
     return spans
+
+
+def _starts(tokenizer: Any, text: str, request: Request) -> list[int | None]:
+    """Where each message's content starts, read off a rendering with marks in their place.
+
+    None where the template makes other text of the marks than of the contents.
+    """
+    marks = [f"\u27e6{i}\u27e7" for i in range(len(request.messages))]
+    unknown: list[int | None] = [None] * len(marks)
+    if not getattr(tokenizer, "chat_template", None):
+        return unknown
+    starts: list[int | None] = []
+    rest, at = _apply(tokenizer, request, marks), 0
+    for message, mark in zip(request.messages, marks, strict=True):
+        ahead, found, rest = rest.partition(mark)
+        content = message.content.strip()
+        begin = text.find(content, at + len(ahead))
+        if not found or not text.startswith(ahead, at) or text[at + len(ahead) : begin].strip():
+            return unknown
+        starts.append(begin)
+        at = begin + len(content)
+        at += len(text[at:]) - len(text[at:].lstrip()) if not rest[:1].isspace() else 0
+    return starts
 
 
 def _pieces(

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from kvsem.errors import SettingError
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -76,6 +78,10 @@ class Request:
     tenant: str = ""
     donors: tuple[str, ...] = ()
     group: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 0:
+            raise SettingError("max_new_tokens", self.max_new_tokens, "a whole number from 0 up")
 
     @classmethod
     def rag(

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from kvsem.aligners.edit import EditAligner
 from kvsem.aligners.identical import IdenticalAligner
 from kvsem.chunkers.segment import SegmentChunker
-from kvsem.chunkers.sentence import SentenceChunker
 from kvsem.embedders.hashing import HashingEmbedder
 from kvsem.gates.threshold import ThresholdGate
 from kvsem.index.flat import FlatIndex
@@ -132,17 +131,26 @@ def test_another_order_is_chunk() -> None:
         assert (inner == Provenance.CHUNK).all()
 
 
-def test_edges_that_are_cut_otherwise_are_new() -> None:
-    """A sentence behind a space has other ids at its first word than one behind a line break."""
-    sentences = [f"{word} was carried from the harbour." for word in ("Zebulon", "Quixote", "Xavi")]
-    bench = Bench(chunker=SentenceChunker(max_tokens=8))
-    bench.learn(rag(" ".join(sentences), "\n\n".join(sentences)))
-    plan, _ = bench.plan(rag(" ".join(sentences[::-1])))
-    assert kinds(plan) == ["prefix", "chunk", "chunk", "chunk"]
-    for chunk in plan.chunks[1:]:
-        labels = plan.provenance[chunk.start : chunk.end]
-        assert (labels[chunk.inner[0] : chunk.inner[1]] == Provenance.CHUNK).all()
-    assert (plan.provenance[plan.chunks[1].start : plan.n_cacheable] == Provenance.NEW).any()
+@pytest.mark.parametrize("edge", ["before", "behind"])
+def test_edges_that_are_cut_otherwise_are_new(edge: str) -> None:
+    """The text is the same, the id of its first or last word is not: that word is computed."""
+    bench = Bench()
+    bench.learn(rag(*TEXTS[:2]))
+    plan, _ = bench.plan(rag(TEXTS[1], TEXTS[0]))
+    chunk = plan.chunks[2]
+    stored = bench.store.get(chunk.key)
+    assert stored is not None
+    from_start, from_entry = (chunk.inner[0] - 1, stored.inner[0] - 1)
+    if edge == "behind":
+        from_start, from_entry = chunk.inner[1], stored.inner[1]
+    ids = stored.ids.copy()
+    ids[from_entry] += 1
+    bench.store.forget(stored.key)
+    bench.store.put(replace(stored, ids=ids))
+    again, _ = bench.plan(rag(TEXTS[1], TEXTS[0]))
+    assert kinds(again) == ["prefix", "chunk", "chunk"]
+    assert plan.provenance[chunk.start + from_start] == Provenance.CHUNK
+    assert again.provenance[chunk.start + from_start] == Provenance.NEW
 
 
 def test_the_shared_head_of_a_request_is_prefix_until_it_parts() -> None:

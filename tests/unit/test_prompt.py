@@ -292,3 +292,29 @@ def test_a_text_without_tokens_is_a_data_error() -> None:
     bare.normalizer = normalizers.Replace("\u3164", "")
     with pytest.raises(DataError, match=r"request 'r': .*no token"):
         render(fast(bare, None), Request("r", text="\u3164"))
+
+
+def test_short_turns_are_not_found_in_the_template() -> None:
+    """A message that says `user`, or one letter of `<|im_start|>`, stands where it was put."""
+    words = ("user", "i", "assistant", "a", "end", "system")
+    roles = ("user", "assistant")
+    messages = tuple(
+        Message(roles[i % 2], (Segment("turn" if i < 4 else "question", word),))
+        for i, word in enumerate(words[:5])
+    )
+    prompt = render(tiny_tokenizer(), Request("chat", messages))
+    located = [p for p in prompt.pieces if p.kind != "system"]
+    assert [p.text for p in located] == list(words[:5])
+    for piece in located:
+        before = prompt.text[: piece.chars.start]
+        assert before.endswith(("<|im_start|>user\n", "<|im_start|>assistant\n"))
+
+
+def test_a_content_with_space_around_it_is_found() -> None:
+    messages = (
+        Message("user", (Segment("turn", "\n  the first turn \n"),)),
+        Message("assistant", (Segment("turn", " second\n\n"),)),
+        Message("user", (Segment("question", "third"),)),
+    )
+    prompt = render(tiny_tokenizer(), Request("chat", messages))
+    assert [p.text for p in prompt.pieces[1:]] == ["the first turn", "second", "third"]
