@@ -5,6 +5,7 @@ python experiments/run.py --help
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -131,7 +132,8 @@ class Experiment:
                     if (row["request"], row["arm"]) not in finished:
                         run.append(row)
                 progress.advance(task)
-        summary = summarise(run.rows(), self._build_ms(), self._support(), self._status())
+        build_ms = self._build_ms() or _built_before(run.path)
+        summary = summarise(run.rows(), build_ms, self._support(), self._status())
         run.write_summary(summary)
         return summary
 
@@ -174,6 +176,15 @@ class Experiment:
         for name in off:
             notes.append(f"{name} is off: {self.lm.support[name][1]}; only exact prefix is reused")
         return {"state": "finished", "n_requests": len(self.requests), "notes": notes}
+
+
+def _built_before(run: Path) -> dict[str, float]:
+    """Build times of a run that is summarised again with nothing left to do."""
+    try:
+        arms = json.loads((run / "summary.json").read_text(encoding="utf-8"))["arms"]
+    except (OSError, ValueError, KeyError):
+        return {}
+    return {n: keys["cost/build_ms"]["mean"] for n, keys in arms.items() if "cost/build_ms" in keys}
 
 
 def _metric(name: str) -> DictConfig:

@@ -1,8 +1,9 @@
 """MuSiQue questions as `workload=jsonl` reads them: passages cut to 90 words, 5 a prompt.
 
-python experiments/musique/prepare.py MUSIQUE.jsonl.gz OUT.jsonl [--limit 40]
+python experiments/musique/prepare.py MUSIQUE.jsonl.gz OUT.jsonl [--limit 32]
 
-Each question keeps its gold passages and the first others, in the file's order.
+Each question keeps its gold passages, where the file says which they are, and the first others,
+in the file's order.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ SYSTEM = "Answer the question from the passages. Reply with a short phrase."
 def passages(record: dict[str, Any], n: int, words: int) -> list[str]:
     """``n`` passages, the gold ones among them, in the file's order, cut to ``words``."""
     given = record["passages"]
-    kept = sorted(sorted(range(len(given)), key=lambda i: not given[i]["gold"])[:n])
+    kept = sorted(sorted(range(len(given)), key=lambda i: not given[i].get("gold"))[:n])
     texts = (given[i] for i in kept)
-    return [" ".join(f"{p['title']}: {p['text']}".split()[:words]) for p in texts]
+    return [" ".join(f"{p['title']}: {p['text']}".lstrip(": ").split()[:words]) for p in texts]
 
 
 def convert(record: dict[str, Any], n: int, words: int) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path, help="MuSiQue as .jsonl or .jsonl.gz")
     parser.add_argument("out", type=Path, help="the .jsonl to write")
-    parser.add_argument("--limit", type=int, default=40, help="questions (default 40)")
+    parser.add_argument("--limit", type=int, default=32, help="questions (default 32)")
     parser.add_argument("--passages", type=int, default=5, help="a prompt (default 5)")
     parser.add_argument("--words", type=int, default=90, help="a passage (default 90)")
     given = parser.parse_args()

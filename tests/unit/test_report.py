@@ -275,3 +275,21 @@ def test_spread_keeps_order_and_distance() -> None:
 def test_arms_look_different() -> None:
     arms = [f"method_{i}" for i in range(20)]
     assert len(set(plots.styles(arms).values())) == 20 + 2 + 5
+
+
+def test_a_setting_that_exact_has_no_value_for_is_shown(tmp_path: Path) -> None:
+    made = [
+        next(rows(1)) | {"request": "q", "arm": arm, "settings": {"dtype": "float32"} | own}
+        for arm, own in (
+            ("exact", {}),
+            ("none", {"context": "alone"}),
+            ("epic", {"context": "own"}),
+        )
+    ]
+    with RunDir.create(tmp_path / "run", config="a: 1\n", env={}) as run:
+        for row in made:
+            run.append(row)
+        run.write_summary(summarise(run.rows(), {}, {}, STATUS))
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "<td>alone</td>" in page
+    assert "<td>own</td>" in page
