@@ -68,6 +68,8 @@ class Experiment:
         self.lm = make(cfg.model, "model")
         self.arms = [self._arm(name, arm) for name, arm in self.configs.items()]
         self.harness = self._harness()
+        for request in self.requests:  # before anything is computed or written
+            self.harness.exact[0].engine.check(request)
 
     def _arm(self, name: str, arm: DictConfig) -> Arm:
         parts = {part: self._part(part, arm[part]) for part in PARTS}

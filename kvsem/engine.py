@@ -148,7 +148,7 @@ class Engine:
             self._store_bare(prompt, chunks, namespace, donor)
             return
         ids = prompt.ids[: last[-1].end]
-        self.lm.check_prompt(len(ids))
+        self.lm.check_prompt(len(ids), what=f"the donor prompt of {donor.text[:40]!r}")
         head = planner.chunks(prompt, prompt.pieces[0]) if prompt.pieces[0].kind == "system" else []
         kv = self._exact(ids, head)
         self._keep(head, kv, ids, namespace, "start")
@@ -226,6 +226,11 @@ class Engine:
         prompt = render(self.lm.tokenizer, request)
         return self._planner(self.lm.namespace(request.tenant)).plan(prompt)
 
+    def check(self, request: Request, n: int | None = None) -> None:
+        """Raise `KvsemError` where ``request`` (of ``n`` tokens) is empty or too long."""
+        n = len(render(self.lm.tokenizer, request).ids) if n is None else n
+        self.lm.check_prompt(n, request.max_new_tokens, f"request {request.id!r}")
+
     # -- prefill --------------------------------------------------------------------------------
 
     def prefill(self, request: Request, room: int | None = None) -> Prefilled:
@@ -234,7 +239,7 @@ class Engine:
         prompt = render(self.lm.tokenizer, request)
         n = len(prompt.ids)
         room = request.max_new_tokens if room is None else room
-        self.lm.check_prompt(n, request.max_new_tokens)
+        self.check(request, n)
         plan = self._planner(self.lm.namespace(request.tenant)).plan(prompt)
         planned = time.perf_counter()
         kv = self.lm.buffer(n + room)
@@ -323,7 +328,7 @@ class Engine:
         start = time.perf_counter()
         prompt = render(self.lm.tokenizer, request)
         n = len(prompt.ids)
-        self.lm.check_prompt(n, request.max_new_tokens)
+        self.check(request, n)
         logits = self.lm.plain(prompt.ids)
         cost = Cost(ttft_ms=(time.perf_counter() - start) * 1e3)
         steps = request.max_new_tokens

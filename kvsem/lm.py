@@ -411,12 +411,12 @@ class LM:
             found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
         return frozenset(found)
 
-    def check_prompt(self, n: int, new: int = 0) -> None:
+    def check_prompt(self, n: int, new: int = 0, what: str = "the prompt") -> None:
         """Raise `ModelError` where a prompt of ``n`` tokens and ``new`` more do not fit."""
         if n + new > self.max_tokens:
+            more = f" and {new} new ones" if new else ""
             raise ModelError(
-                f"prompt of {n} tokens and {new} new ones is longer than the model's context "
-                f"of {self.max_tokens}"
+                f"{what} has {n} tokens{more}, more than the model's context of {self.max_tokens}"
             )
 
     def _check_length(self, n: int, kv: KVBuffer) -> None:

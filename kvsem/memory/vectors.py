@@ -22,6 +22,8 @@ class ChunkVectors:
         self.embedder, self._make_index = embedder, make_index
         self._indexes: dict[str, ChunkIndex] = {}
         self._keys: dict[int, str] = {}
+        if embedder is not None:
+            self._make(embedder)  # a mismatch shows before anything is computed
 
     def add(self, namespace: str, texts: dict[str, str]) -> None:
         """Make ``texts`` (by content key) findable; one without content has no direction."""
@@ -53,9 +55,12 @@ class ChunkVectors:
     def _index(self, namespace: str) -> ChunkIndex:
         if namespace not in self._indexes:
             assert self.embedder is not None
-            given = getattr(self._make_index, "keywords", {})  # of a partial: the user's own
-            wanted = {"dim": self.embedder.dim, "identity": self.embedder.identity}
-            index = self._make_index(**{k: v for k, v in wanted.items() if k not in given})
-            index.check(self.embedder)
-            self._indexes[namespace] = index
+            self._indexes[namespace] = self._make(self.embedder)
         return self._indexes[namespace]
+
+    def _make(self, embedder: Embedder) -> ChunkIndex:
+        given = getattr(self._make_index, "keywords", {})  # of a partial: the user's own
+        wanted = {"dim": embedder.dim, "identity": embedder.identity}
+        index = self._make_index(**{k: v for k, v in wanted.items() if k not in given})
+        index.check(embedder)
+        return index

@@ -74,6 +74,25 @@ def test_a_missing_model_says_where_it_was_looked_for(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.ci
+def test_what_only_the_model_can_tell_is_one_line_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A prompt past the context, and an index for vectors of another dimension."""
+    path = tmp_path / "long.jsonl"
+    long = GOOD | {"id": "long", "passages": ["word " * 9000]}
+    path.write_text(json.dumps(GOOD) + "\n" + json.dumps(long) + "\n", encoding="utf-8")
+    out = f"out={tmp_path}/out"
+    line = line_of(capsys, "workload=jsonl", f"workload.path={path}", out, "arms=[none]")
+    assert "request 'long' has" in line
+    assert "context of 8192" in line
+    line = line_of(capsys, "index=flat", "+index.dim=128", out, "arms=[none]")
+    assert "128" in line
+    assert "384" in line
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_folder_that_is_something_else_is_left_alone(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
