@@ -164,7 +164,7 @@ def test_a_buffer_too_small_is_refused(llama: LM) -> None:
 
 def test_a_prompt_past_the_context_is_refused(llama: LM) -> None:
     n = llama.max_tokens + 1
-    with pytest.raises(KvsemError, match=f"{n} tokens .* context of {llama.max_tokens}"):
+    with pytest.raises(KvsemError, match=f"{n} tokens.* context of {llama.max_tokens}"):
         llama.prefill(tokens(n), llama.buffer(n), lambda _: every(n))
     with pytest.raises(KvsemError, match="context"):
         tiny_engine(llama).generate(Request("long", text=prose(1, 900)))
