@@ -142,17 +142,22 @@ class Engine:
         planner = self._planner(namespace)
         last = [p for p in prompt.pieces if p.kind == "passage" and p.text == donor.text.strip()]
         chunks = planner.chunks(prompt, last[-1]) if last else []  # none: the text makes no token
-        if not chunks or all(self.store.get(c.key) for c in chunks):
-            return
-        if donor.bare:
-            self._store_bare(prompt, chunks, namespace, donor)
+        if self._all_stored(chunks):
             return
         ids = prompt.ids[: last[-1].end]
         self.lm.check_prompt(len(ids), what=f"the donor prompt of {donor.text[:40]!r}")
         head = planner.chunks(prompt, prompt.pieces[0]) if prompt.pieces[0].kind == "system" else []
+        if donor.bare:
+            self._store_bare(prompt, chunks, namespace, donor)
+            ids, chunks = ids[: head[0].end] if head else ids[:0], []
+        if self._all_stored(head + chunks):
+            return
         kv = self._exact(ids, head)
         self._keep(head, kv, ids, namespace, "start")
         self._keep(chunks, kv, ids, namespace, donor.context)
+
+    def _all_stored(self, chunks: Sequence[Chunk]) -> bool:
+        return all(self.store.get(chunk.key) is not None for chunk in chunks)
 
     def _exact(self, ids: np.ndarray, head: list[Chunk]) -> KVBuffer:
         """Exact KV of ``ids``; the head is copied where it is stored."""

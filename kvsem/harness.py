@@ -229,5 +229,8 @@ def _reuse(done: Prefilled) -> Row:
     row: Row = {f"reuse/{name}_tokens": count for name, count in counts.items()}
     row["reuse/matched_tokens"] = matched
     row["reuse/hit_rate"] = matched / done.plan.n_cacheable if done.plan.n_cacheable else 0.0
+    pairs = zip(done.plan.chunks, done.plan.matches, strict=True)
+    exact = [chunk for chunk, match in pairs if match.kind == "prefix" and chunk.kind != "system"]
+    row["reuse/prefix_chunks"] = len(exact)
     row["reuse/refused"] = dict(Counter(done.plan.refused))
     return row
