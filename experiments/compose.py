@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException, OverrideParseException
+from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvsem.errors import KvsemError, SettingError, check_range
+from kvsem.types import CACHEABLE
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 CHOSEN = ("context", "chunker", "embedder", "index", "gate", "aligner")  # set: for every arm
+MAX_THREADS = 1024
 ALWAYS = ("exact", "exact_again")
 
 
@@ -29,14 +33,19 @@ def check(cfg: DictConfig) -> None:
             raise unknown(str(key), known)
     if cfg.recompute_ratio is not None:
         check_range("recompute_ratio", _number("recompute_ratio", cfg), 0.0, 1.0)
-    if not isinstance(cfg.threads, int) or cfg.threads < 1:
-        raise SettingError("threads", cfg.threads, "a whole number from 1 up")
-    if not isinstance(cfg.seed, int) or cfg.seed < 0:
+    if type(cfg.threads) is not int or not 1 <= cfg.threads <= MAX_THREADS:
+        raise SettingError("threads", cfg.threads, f"a whole number from 1 to {MAX_THREADS}")
+    if type(cfg.seed) is not int or cfg.seed < 0:
         raise SettingError("seed", cfg.seed, "a whole number from 0 up")
     if cfg.baselines not in ("reuse", "measure"):
         raise SettingError("baselines", cfg.baselines, "reuse or measure")
     _check_names("arms", cfg.arms, (*ALWAYS, *_names("arm"), *_names("recompute")))
     _check_names("metrics", cfg.metrics, _names("metric"))
+    if "divergence" not in cfg.metrics:
+        raise SettingError("metrics", list(cfg.metrics), "divergence among them")
+    swept = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+    if swept and cfg.out is not None:
+        raise SettingError("out", cfg.out, "null in a sweep: each job makes a folder of its own")
 
 
 def _run_keys() -> set[str]:
@@ -91,6 +100,7 @@ def arm_config(name: str, cfg: DictConfig) -> DictConfig:
     own = (CONF / "arm" / f"{name}.yaml").is_file()
     rule = [] if own else [f"recompute@arm.recompute={name}"]
     arm: DictConfig = compose(f"arm/{name}" if own else "arm/base", overrides=rule).arm
+    _check_arm(name, arm)
     OmegaConf.set_struct(arm, False)
     for part in CHOSEN:
         if cfg.get(part) is not None:
@@ -100,6 +110,16 @@ def arm_config(name: str, cfg: DictConfig) -> DictConfig:
         if "k" in arm.recompute:
             arm.recompute.k = None
     return arm
+
+
+def _check_arm(name: str, arm: DictConfig) -> None:
+    known = {str(key) for key in compose("arm/base").arm}
+    for key in arm:
+        if str(key) not in known:
+            raise SettingError(f"arm/{name}.yaml: {key!s}", arm[key], f"one of {sorted(known)}")
+    for kind in arm.drop:
+        if kind not in CACHEABLE:
+            raise SettingError(f"arm/{name}.yaml: drop", kind, f"kinds of {sorted(CACHEABLE)}")
 
 
 def make(cfg: Any, field: str, **more: Any) -> Any:
@@ -134,7 +154,11 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, HydraException | OmegaConfBaseException):
         strange = re.search(r"Could not override '([^']+)'", text)
         if strange:
-            return str(unknown(str(strange[1]), _known_beside(str(strange[1]))))
+            name, known = str(strange[1]), _known_beside(str(strange[1]))
+            if name in known:
+                group = name.rpartition(".")[0]
+                return f"{name}: choose the part first, {group}=NAME ({', '.join(_names(group))})"
+            return str(unknown(name, known))
         choice = re.search(r"(?:Could not find|In '[^']+': Could not find) '([^']+)'", text)
         options = re.findall(r"^\t(\S+)$", text, flags=re.MULTILINE)
         if choice and options:
@@ -142,4 +166,5 @@ def one_line(error: BaseException) -> str:
             return f"{group}={name!r}: expected one of {', '.join(map(str, options))}"
     if isinstance(error, OverrideParseException):
         return f"{error.override!r} cannot be read: name=value, with brackets closed and quoted"
+        text = text.splitlines()[0]
     return re.sub(r"\s+", " ", text)

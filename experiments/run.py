@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,10 @@ from rich.progress import (
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from experiments.compose import arm_config, check, describe_part, make, one_line  # noqa: E402
+from experiments.compose import ALWAYS, arm_config, check, describe_part, make, one_line  # noqa: E402
 from kvsem.baselines import Baselines  # noqa: E402
 from kvsem.engine import Admit, Engine  # noqa: E402
-from kvsem.environment import describe, versions  # noqa: E402
+from kvsem.environment import describe, keep_memory, versions  # noqa: E402
 from kvsem.errors import DataError, KvsemError, SettingError  # noqa: E402
 from kvsem.harness import Arm, Harness  # noqa: E402
 from kvsem.packaged import cache_root  # noqa: E402
@@ -63,13 +63,15 @@ class Experiment:
         self.requests: list[Request] = list(self.workload)
         if not self.requests:
             raise DataError("the workload has no requests")
-        self.configs = {name: arm_config(name, cfg) for name in cfg.arms if "exact" not in name}
+        self.configs = {name: arm_config(name, cfg) for name in cfg.arms if name not in ALWAYS}
         self._shared: dict[str, Any] = {}
         self.lm = make(cfg.model, "model")
         self.arms = [self._arm(name, arm) for name, arm in self.configs.items()]
         self.harness = self._harness()
         for request in self.requests:  # before anything is computed or written
-            self.harness.exact[0].engine.check(request)
+            self.harness.check(request)
+            if request.donors and not self.workload.ingest:
+                raise SettingError("workload.ingest", False, "true: a donor has to be ingested")
 
     def _arm(self, name: str, arm: DictConfig) -> Arm:
         parts = {part: self._part(part, arm[part]) for part in PARTS}
@@ -123,6 +125,8 @@ class Experiment:
             raise SettingError(
                 "out", str(run.path), "a new folder: a cache that fills cannot resume"
             )
+        for arm in self.arms:
+            arm.engine.vectors.warm_up()  # a model's first use is nobody's build or store time
         with _progress(self.console) as progress:
             if self.workload.ingest and left:
                 self._ingest(progress)
@@ -135,7 +139,8 @@ class Experiment:
                         run.append(row)
                 progress.advance(task)
         build_ms = self._build_ms() or _built_before(run.path)
-        summary = summarise(run.rows(), build_ms, self._support(), self._status())
+        rows = list(run.rows())
+        summary = summarise(rows, build_ms, self._support(), self._status(rows))
         run.write_summary(summary)
         return summary
 
@@ -145,7 +150,7 @@ class Experiment:
         for arm in self.arms:
             config = self.configs[arm.name]
             same = ("chunker", "embedder", "index", "context")
-            key = "\n".join(describe_part(config[part]) for part in same)
+            key = OmegaConf.to_yaml(OmegaConf.masked_copy(config, list(same)))
             if key in built:
                 arm.engine.share(built[key].engine)
                 arm.build_ms = built[key].build_ms
@@ -164,8 +169,14 @@ class Experiment:
     def _support(self) -> dict[str, dict[str, Any]]:
         return {n: {"ok": ok, "reason": reason} for n, (ok, reason) in self.lm.support.items()}
 
-    def _status(self) -> dict[str, Any]:
+    def _status(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         notes = []
+        for arm in self.arms:
+            own = [row for row in rows if row["arm"] == arm.name]
+            if own and not any(row["reuse/matched_tokens"] for row in own):
+                notes.append(f"{arm.name} reused nothing: its rows are exact computation")
+        if len({row["group"] or row["request"] for row in rows}) < 2:
+            notes.append("all rows come from one document: the intervals say nothing")
         if self.harness.n_cached:
             notes.append(
                 f"exact's answers and times of {self.harness.n_cached} requests come from an "
@@ -201,9 +212,15 @@ def _progress(console: Console) -> Progress:
 
 def _folder(cfg: DictConfig) -> RunDir:
     kept = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "out"])
+    names = [name for name in cfg.arms if name not in ALWAYS]
+    composed = OmegaConf.create({"composed": {name: arm_config(name, cfg) for name in names}})
+    text = OmegaConf.to_yaml(kept) + OmegaConf.to_yaml(composed)
     out = Path(cfg.out) if cfg.out is not None else None
-    env = describe(ROOT, seed=cfg.seed)
-    return RunDir.create(out, ROOT / "runs", "run", config=OmegaConf.to_yaml(kept), env=env)
+    try:
+        return RunDir.create(out, ROOT / "runs", "run", config=text, env=describe(ROOT))
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise SettingError("out", str(out), f"a folder that can be written ({reason})") from error
 
 
 @hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="run")
@@ -217,15 +234,17 @@ def main(cfg: DictConfig) -> None:
 
 def perform(cfg: DictConfig) -> None:
     """One run, from its configuration to its page."""
+    keep_memory()
     console = Console()
     if not console.is_terminal:
         console.width = 100
+    tracking = make(cfg.tracking, "tracking")
     experiment = Experiment(cfg, console)
     with _folder(cfg) as run:
         summary = experiment.run(run)
         write_plots(run)
         page = write_report(run)
-        track(run, make(cfg.tracking, "tracking"))
+        track(run, tracking)
     console.print(terminal_table(summary))
     for note in summary["status"]["notes"]:
         console.print(f"note: {note}")

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import tempfile
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,13 @@ class Baselines:
             return None
 
     def save(self, key: str, baseline: Baseline) -> None:
-        """Write whole or not at all."""
+        """Write whole or not at all; where nothing can be written, one warning."""
+        try:
+            self._save(key, baseline)
+        except (OSError, SafetensorError) as error:
+            warnings.warn(f"exact baselines cannot be kept in {self.folder}: {error}", stacklevel=2)
+
+    def _save(self, key: str, baseline: Baseline) -> None:
         seen = baseline.observation
         keys, values = seen.keys or (), seen.values or ()
         meta = {

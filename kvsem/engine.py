@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-import zlib
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -24,13 +24,14 @@ from kvsem.gates.base import Gate
 from kvsem.gates.threshold import ThresholdGate
 from kvsem.index.base import ChunkIndex
 from kvsem.index.flat import FlatIndex
+from kvsem.keys import digest
 from kvsem.lm import LM
 from kvsem.memory.gather import gather
 from kvsem.memory.store import ChunkStore, entry_of
 from kvsem.memory.vectors import ChunkVectors
 from kvsem.planner import Planner
 from kvsem.prompt import Prompt, render
-from kvsem.recompute.base import Adjusts, Recompute, State
+from kvsem.recompute.base import Adjusts, Needs, Recompute, State
 from kvsem.recompute.none import NoRecompute
 from kvsem.types import (
     Chunk,
@@ -95,6 +96,7 @@ class Engine:
         self.aligner: Aligner = aligner or EditAligner()
         self.gate: Gate = gate or ThresholdGate()
         self.recompute: Recompute = recompute or NoRecompute()
+        self.needs = getattr(self.recompute, "needs", Needs())
         self.context: DonorContext = context or InCompany()
         self.admit, self.n_candidates, self.seed = admit, n_candidates, seed
         self.store = ChunkStore()
@@ -145,6 +147,10 @@ class Engine:
         if self._all_stored(chunks):
             return
         ids = prompt.ids[: last[-1].end]
+        if len(ids) > self.lm.max_tokens and donor.company:
+            warnings.warn("a passage and its company are longer than the context", stacklevel=2)
+            self._build(replace(donor, company=(), context="behind_system"), tenant)
+            return
         self.lm.check_prompt(len(ids), what=f"the donor prompt of {donor.text[:40]!r}")
         head = planner.chunks(prompt, prompt.pieces[0]) if prompt.pieces[0].kind == "system" else []
         if donor.bare:
@@ -249,7 +255,9 @@ class Engine:
         planned = time.perf_counter()
         kv = self.lm.buffer(n + room)
         gather(self.lm, kv, plan.runs, self._entries(plan))
-        state = self._state(plan, kv, self.seed * 1_000_003 + zlib.crc32(request.id.encode()))
+        seed = int(digest("seed", run=self.seed, request=request.id)[:15], 16)
+        state = self._state(plan, kv, seed)
+        self.lm.wait()
         loaded = time.perf_counter()
         attended = self._look(prompt, kv, state)
         logits, computed = self.lm.prefill(prompt.ids, kv, self._select(state))
@@ -281,16 +289,19 @@ class Engine:
             for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
                 new = self.recompute.adjust(layer, keys[0, :, at], values[0, :, at], state)
                 keys[0, :, at], values[0, :, at] = new
-        for layer in self.recompute.needs.fresh_layers:
-            if layer < len(kv.keys):
-                fresh = kv.keys[layer][0, :, :n], kv.values[layer][0, :, :n]
-                state.reused[layer] = fresh[0].clone(), fresh[1].clone()
-                state.fresh[layer] = fresh
+        for layer in self.needs.fresh_layers:
+            if layer >= len(kv.keys):
+                raise SettingError(
+                    "recompute: layer", layer, f"a layer from 0 to {len(kv.keys) - 1}"
+                )
+            fresh = kv.keys[layer][0, :, :n], kv.values[layer][0, :, :n]
+            state.reused[layer] = fresh[0].clone(), fresh[1].clone()
+            state.fresh[layer] = fresh
         return state
 
     def _look(self, prompt: Prompt, kv: KVBuffer, state: State) -> int:
         """The question's pass over the assembled cache, where the rule needs it; its cost."""
-        if not self.recompute.needs.question_attention:
+        if not self.needs.question_attention:
             return 0
         rows = state.new.nonzero()[:, 0].numpy()
         state.question_attention = self.lm.question_attention(prompt.ids, kv, rows)
@@ -299,9 +310,15 @@ class Engine:
         return self.lm.multiplications(passed)
 
     def _select(self, state: State) -> Callable[[int], torch.Tensor]:
+        whole = state.new
+
         def select(layer: int) -> torch.Tensor:
-            state.previous = self.recompute.tokens(layer, state)
-            return state.new | (state.previous & state.matched)
+            nonlocal whole
+            chosen = self.recompute.tokens(layer, state)
+            if layer == 0 or chosen is not state.previous:  # the same set stays the same object
+                whole = state.new | (chosen & state.matched)
+            state.previous = chosen
+            return whole
 
         return select
 
@@ -345,7 +362,10 @@ class Engine:
         return Output(tuple(tokens), text, logits, plan, new, computed, cost)
 
     def leave(self, done: Prefilled) -> None:
-        """Store the chunks of a served request that the cache did not know."""
+        """Store the chunks of a served request that the cache did not know.
+
+        One that was aligned from another is stored only where it was computed exactly after all.
+        """
         if self.admit == "none":
             return
         plan, namespace = done.plan, self.lm.namespace(done.request.tenant)
@@ -354,7 +374,8 @@ class Engine:
         depth = 1 + max((entry.depth for entry in used), default=0)
         for chunk, match in zip(plan.chunks, plan.matches, strict=True):
             exact = not approximate[: chunk.end].any()
-            if match.kind != "none" or not (exact or self.admit == "all"):
+            known = match.kind in ("prefix", "chunk") or (match.kind == "semantic" and not exact)
+            if known or not (exact or self.admit == "all"):
                 continue
             context = "start" if chunk.kind == "system" else "in_request"
             at = 0 if exact else depth

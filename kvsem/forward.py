@@ -98,6 +98,7 @@ class Forward:
     relative: torch.Tensor | None = None  # rows as indices into those of layer 0, once narrowed
     shapes: dict[int, LayerShape] = field(default_factory=dict)
     _span: tuple[int, int] | None = None
+    _keep: torch.Tensor | None = None  # the set of the layer before
     _groups: dict[int | None, list[tuple[slice, slice, torch.Tensor | None]]] = field(
         default_factory=dict
     )
@@ -132,6 +133,9 @@ class Forward:
     def narrow(self, keep: torch.Tensor) -> torch.Tensor | None:
         """Go on with ``keep`` (bool ``[n_keys]``, CPU) only: indices into the rows so far, or
         None where nothing changes. Raises where ``keep`` is no subset."""
+        if keep is self._keep:
+            return None
+        self._keep = keep
         kept = keep[self.at]
         if int(kept.sum()) != int(keep.sum()):
             raise KvsemError("a recompute rule asked for tokens that the layer before left out")

@@ -18,7 +18,7 @@ import torch
 
 from kvsem.baselines import Baseline, Baselines
 from kvsem.engine import Engine, Prefilled, final_provenance
-from kvsem.environment import cpu, source_digest, versions
+from kvsem.environment import cpu, device_name, source_digest, versions
 from kvsem.errors import KvsemError
 from kvsem.keys import digest
 from kvsem.lm import LM
@@ -81,6 +81,11 @@ class Harness:
         self.arms = list(arms)
         self.n_cached = 0  # requests whose baseline came from disk
 
+    def check(self, request: Request) -> None:
+        """Raise `KvsemError` where ``request`` is empty, or too long to be answered and scored."""
+        room = max(self.observer.room(request), request.max_new_tokens)
+        self.exact[0].engine.check(replace(request, max_new_tokens=room))
+
     def warm_up(self, request: Request) -> None:
         """One unscored prefill per arm, and of the plain forward; nothing is admitted."""
         self.lm.plain(render(self.lm.tokenizer, request).ids)
@@ -122,9 +127,10 @@ class Harness:
             sampled=sampled(prompt).tobytes(),
             steps=STEPS,
             answers="\0".join(request.answers),
-            device=str(self.lm.device),
+            device=device_name(self.lm.device),
             threads=torch.get_num_threads(),
-            metrics=",".join(type(m).__name__ for m in self.metrics),
+            metrics=";".join(f"{type(m).__qualname__} {vars(m)}" for m in self.metrics),
+            chunker=f"{type(self.exact[0].engine.chunker).__qualname__}",
             versions=" ".join(f"{name} {number}" for name, number in versions().items()),
             cpu=cpu(),
             source=source_digest(),

@@ -411,6 +411,11 @@ class LM:
             found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
         return frozenset(found)
 
+    def wait(self) -> None:
+        """Until the device has done what was asked of it: for clocks."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def check_prompt(self, n: int, new: int = 0, what: str = "the prompt") -> None:
         """Raise `ModelError` where a prompt of ``n`` tokens and ``new`` more do not fit."""
         if n + new > self.max_tokens:

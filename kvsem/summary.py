@@ -18,6 +18,7 @@ from kvsem.errors import DataError
 Row = dict[str, Any]
 Floats = npt.NDArray[np.float64]
 
+EXACT_ONLY = ("cost/plain_ms", "cost/exact_over_plain")  # no other arm has them
 BASELINES = ("exact", "exact_again")
 CONTROLS = ("zero_kv", "random_kv", "filler_kv", "substitute", "no_context")
 REFUSED = "reuse/refused"
@@ -162,6 +163,8 @@ class _Table:
     def _count(self, flags: npt.NDArray[np.bool_]) -> dict[str, dict[str, int]]:
         counts: dict[str, dict[str, int]] = {}
         for a, k in np.argwhere(flags.any(axis=0)):
+            if self.keys[k] in EXACT_ONLY:
+                continue
             counts.setdefault(self.arms[a], {})[self.keys[k]] = int(flags[:, a, k].sum())
         return counts
 

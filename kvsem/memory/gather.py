@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from kvsem import rope
 from kvsem.forward import KVBuffer
 from kvsem.lm import LM
@@ -13,25 +15,64 @@ from kvsem.types import ChunkKV, Run
 def gather(lm: LM, kv: KVBuffer, runs: Sequence[Run], entries: dict[str, ChunkKV]) -> None:
     """Write the runs' keys (moved) and values into ``kv``; other tokens stay as they are.
 
-    One copy of values and one rotation of keys per run and layer; a run that has not moved is
-    copied bit for bit.
+    Runs that have not moved are copied bit for bit. Per layer all others are brought together
+    and rotated in one go, which uses every thread; one write per stretch of adjacent targets.
     """
-    if not runs:
-        return
-    moves = [(run, entries[run.entry]) for run in runs]
-    deltas = [run.target - run.source - entry.position for run, entry in moves]
-    different = sorted(set(deltas) - {0})
-    angles = lm.angles(different) if different else {}
-    slot = {delta: i for i, delta in enumerate(different)}
-    for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
-        cos, sin = angles.get(lm.layer_types[layer], (None, None))
-        for (run, entry), delta in zip(moves, deltas, strict=True):
-            here = slice(run.target, run.target + run.length)
-            there = slice(run.source, run.source + run.length)
+    moves = sorted(((run, entries[run.entry]) for run in runs), key=lambda m: m[0].target)
+    still = [(run, entry) for run, entry in moves if _delta(run, entry) == 0]
+    moved = [(run, entry) for run, entry in moves if _delta(run, entry) != 0]
+    for run, entry in still:
+        here, there = _here(run), _there(run)
+        for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
+            keys[0, :, here] = entry.keys[layer][:, there]
             values[0, :, here] = entry.values[layer][:, there]
-            source = entry.keys[layer][:, there]
-            if delta == 0 or cos is None or sin is None:
-                keys[0, :, here] = source
-            else:
-                i = slot[delta]
-                rope.shift(source, cos[i], sin[i], out=keys[0, :, here])
+    if moved:
+        _gather_moved(lm, kv, moved)
+
+
+def _gather_moved(lm: LM, kv: KVBuffer, moves: Sequence[tuple[Run, ChunkKV]]) -> None:
+    deltas = [_delta(run, entry) for run, entry in moves]
+    different = sorted(set(deltas))
+    slots = torch.tensor([different.index(delta) for delta in deltas], device=lm.device)
+    lengths = torch.tensor([run.length for run, _ in moves], device=lm.device)
+    per_token = slots.repeat_interleave(lengths)
+    angles = {
+        layer_type: (cos[per_token], sin[per_token])
+        for layer_type, (cos, sin) in lm.angles(different).items()
+    }
+    stretches = _stretches([run for run, _ in moves])
+    for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
+        cos, sin = angles[lm.layer_types[layer]]
+        k = torch.cat([entry.keys[layer][:, _there(run)] for run, entry in moves], dim=1)
+        v = torch.cat([entry.values[layer][:, _there(run)] for run, entry in moves], dim=1)
+        for source, target in stretches:
+            rope.shift(k[:, source], cos[source], sin[source], out=keys[0, :, target])
+            values[0, :, target] = v[:, source]
+
+
+def _delta(run: Run, entry: ChunkKV) -> int:
+    return run.target - run.source - entry.position
+
+
+def _here(run: Run) -> slice:
+    return slice(run.target, run.target + run.length)
+
+
+def _there(run: Run) -> slice:
+    return slice(run.source, run.source + run.length)
+
+
+def _stretches(runs: Sequence[Run]) -> list[tuple[slice, slice]]:
+    """Of runs in order of their targets: (place among the gathered tokens, place in the prompt)."""
+    found: list[tuple[slice, slice]] = []
+    at = 0
+    for run in runs:
+        if found and found[-1][1].stop == run.target:
+            source, target = found.pop()
+            found.append(
+                (slice(source.start, at + run.length), slice(target.start, _here(run).stop))
+            )
+        else:
+            found.append((slice(at, at + run.length), _here(run)))
+        at += run.length
+    return found

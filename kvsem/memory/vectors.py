@@ -25,6 +25,11 @@ class ChunkVectors:
         if embedder is not None:
             self._make(embedder)  # a mismatch shows before anything is computed
 
+    def warm_up(self) -> None:
+        """Let the embedder load what it loads on first use."""
+        if self.embedder is not None:
+            self.embedder.embed(["warm"])
+
     def add(self, namespace: str, texts: dict[str, str]) -> None:
         """Make ``texts`` (by content key) findable; one without content has no direction."""
         if self.embedder is None or not texts:

@@ -47,7 +47,7 @@ class State:
 
 
 class Recompute(Protocol):
-    needs: Needs
+    """``needs`` (`Needs`) is an optional attribute: absent, the rule needs nothing."""
 
     def tokens(self, layer: int, state: State) -> torch.Tensor:
         """bool ``[n_tokens]`` on the CPU: matched tokens computed at ``layer``; a subset of the

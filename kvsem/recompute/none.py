@@ -11,4 +11,4 @@ class NoRecompute:
     needs = Needs()
 
     def tokens(self, layer: int, state: State) -> torch.Tensor:
-        return state.nothing()
+        return state.nothing() if state.previous is None else state.previous

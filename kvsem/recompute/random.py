@@ -16,6 +16,8 @@ class RandomRecompute:
         self.ratio = ratio
 
     def tokens(self, layer: int, state: State) -> torch.Tensor:
+        if state.previous is not None:
+            return state.previous
         candidates = state.matched.nonzero()[:, 0]
         generator = torch.Generator().manual_seed(state.seed)
         order = torch.randperm(len(candidates), generator=generator)

@@ -16,7 +16,7 @@ class RandomKV:
     def adjust(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, state: State
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(state.seed * 1000 + layer)
+        generator = torch.Generator().manual_seed(state.seed + layer)
         return _noise(keys, generator), _noise(values, generator)
 
 

@@ -39,6 +39,11 @@ def test_the_real_model_supports_reuse(lm: LM) -> None:
     }
 
 
+def test_bf16_supports_the_same() -> None:
+    lm = load("smollm2", packaged=True, device="cpu", dtype="bfloat16")
+    assert all(lm.support[name][0] for name in ("exact_prefix", "moved_chunk", "blend")), lm.support
+
+
 def test_an_edited_document_is_reused_where_it_did_not_change(lm: LM) -> None:
     requests = list(PydocWorkload(limit=1))
     document = "\n".join(requests[0].segments("passage")[:3])

@@ -49,6 +49,11 @@ def line_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["+workload.limt=3"], ["workload.limt", "limit"]),
         (["workload.limit=-3"], ["workload.limit", "-3"]),
         (["workload=jsonl"], ["path"]),
+        (["metrics=[]"], ["metrics", "divergence"]),
+        (["threads=true"], ["threads", "whole number"]),
+        (["gate.min_score=0.5"], ["gate.min_score", "gate=NAME", "threshold"]),
+        (["tracking=wandb", "tracking.mode=foo"], ["tracking.mode", "foo", "offline"]),
+        (["out=/proc/nowhere/x", "arms=[]"], ["out", "/proc/nowhere/x", "can be written"]),
         (["workload=jsonl", "workload.path=/nowhere/x.jsonl"], ["/nowhere/x.jsonl"]),
     ],
 )

@@ -18,7 +18,7 @@ from kvsem.recompute.all import AllRecompute
 from kvsem.recompute.cacheblend import CacheBlendRecompute
 from kvsem.recompute.zero_kv import ZeroKV
 from kvsem.types import Request
-from tests.tiny import SYSTEM, prose, tiny_engine
+from tests.tiny import SYSTEM, prose, tiny_engine, tiny_tokenizer
 
 METRICS = (DivergenceMetric(), GreedyMetric(), AnswerMetric(), KvErrorMetric())
 TOKENS = ("prefix", "chunk", "semantic", "recomputed", "new")
@@ -182,6 +182,34 @@ def test_a_cache_that_fills_serves_later_requests(llama: LM) -> None:
     assert rates[0] == 0.0
     assert rates[1] > 0.5
     assert rates[2] > 0.5
+
+
+def test_a_baseline_cache_that_cannot_be_written_is_a_warning(llama: LM, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
+    with pytest.warns(UserWarning, match="cannot be kept"):
+        assert list(harness(llama, [], tmp_path / "file" / "folder").run(requests(1)))
+
+
+def test_a_metric_of_other_settings_is_another_baseline(llama: LM, tmp_path: Path) -> None:
+    asked = requests(1)
+    list(harness(llama, [], tmp_path).run(asked))
+    metric = DivergenceMetric()
+    vars(metric)["n"] = 2
+    other = Harness(llama, tiny_engine(llama, admit="none"), [], [metric], Baselines(tmp_path))
+    list(other.run(asked))
+    assert other.n_cached == 0
+
+
+def test_what_scoring_appends_must_fit_too(llama: LM) -> None:
+    side = harness(llama, [])
+    n = side.lm.max_tokens
+    text, tokens = "river", 1
+    while tokens < n - 5:
+        text += " river"
+        tokens = len(tiny_tokenizer()(text)["input_ids"])
+    side.exact[0].engine.check(Request("near", text=text, max_new_tokens=1))
+    with pytest.raises(KvsemError, match=f"request 'near' has .* context of {n}"):
+        side.check(Request("near", text=text, max_new_tokens=1))
 
 
 def test_warming_up_leaves_nothing_behind(llama: LM) -> None:
