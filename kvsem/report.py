@@ -40,7 +40,7 @@ COLUMNS = (
     Column("quality/f1", "F1", "answers"),
     Column(NLL, "Δ NLL", "nats per token, arm − exact", to_exact=True),
     Column("cost/flop_ratio", "FLOP ratio", "arm ÷ exact"),
-    Column("cost/ttft_speedup", "TTFT", "speed-up, ×"),
+    Column("cost/ttft_speedup", "speed-up", "of TTFT, ×"),
     Column("reuse/hit_rate", "hit rate", "of cacheable", in_terminal=False),
     Column("reuse/recomputed_tokens", "recomputed", "tokens", in_terminal=False),
 )

@@ -15,8 +15,8 @@ from kvsem.types import ChunkKV, Run
 def gather(lm: LM, kv: KVBuffer, runs: Sequence[Run], entries: dict[str, ChunkKV]) -> None:
     """Write the runs' keys (moved) and values into ``kv``; other tokens stay as they are.
 
-    Runs that have not moved are copied bit for bit. Per layer all others are brought together
-    and rotated in one go, which uses every thread; one write per stretch of adjacent targets.
+    Runs that have not moved are copied bit for bit. Per layer the keys of all others are brought
+    together and rotated in one go, which uses every thread, into stretches of adjacent targets.
     """
     moves = sorted(((run, entries[run.entry]) for run in runs), key=lambda m: m[0].target)
     still = [(run, entry) for run, entry in moves if _delta(run, entry) == 0]
@@ -44,10 +44,10 @@ def _gather_moved(lm: LM, kv: KVBuffer, moves: Sequence[tuple[Run, ChunkKV]]) ->
     for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
         cos, sin = angles[lm.layer_types[layer]]
         k = torch.cat([entry.keys[layer][:, _there(run)] for run, entry in moves], dim=1)
-        v = torch.cat([entry.values[layer][:, _there(run)] for run, entry in moves], dim=1)
         for source, target in stretches:
             rope.shift(k[:, source], cos[source], sin[source], out=keys[0, :, target])
-            values[0, :, target] = v[:, source]
+        for run, entry in moves:
+            values[0, :, _here(run)] = entry.values[layer][:, _there(run)]
 
 
 def _delta(run: Run, entry: ChunkKV) -> int:
