@@ -114,6 +114,12 @@ class Experiment:
             settings,
         )
 
+    def digests(self) -> dict[str, Any]:
+        """What identifies the model and the embedders by their bytes."""
+        embedders = {arm.engine.vectors.embedder for arm in self.arms}
+        identities = sorted(e.identity for e in embedders if e is not None)
+        return {"model": self.lm.name, "namespace": self.lm.namespace(), "embedders": identities}
+
     # -- the run --------------------------------------------------------------------------------
 
     def run(self, run: RunDir) -> dict[str, Any]:
@@ -210,14 +216,16 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
 
 
-def _folder(cfg: DictConfig) -> RunDir:
+def _folder(cfg: DictConfig, experiment: Experiment) -> RunDir:
+    """The run's folder, with what the run is made of: configuration and environment."""
     kept = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "out"])
     names = [name for name in cfg.arms if name not in ALWAYS]
     composed = OmegaConf.create({"composed": {name: arm_config(name, cfg) for name in names}})
     text = OmegaConf.to_yaml(kept) + OmegaConf.to_yaml(composed)
     out = Path(cfg.out) if cfg.out is not None else None
+    env = describe(ROOT, seed=cfg.seed, **experiment.digests())
     try:
-        return RunDir.create(out, ROOT / "runs", "run", config=text, env=describe(ROOT))
+        return RunDir.create(out, ROOT / "runs", "run", config=text, env=env)
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise SettingError("out", str(out), f"a folder that can be written ({reason})") from error
@@ -240,7 +248,7 @@ def perform(cfg: DictConfig) -> None:
         console.width = 100
     tracking = make(cfg.tracking, "tracking")
     experiment = Experiment(cfg, console)
-    with _folder(cfg) as run:
+    with _folder(cfg, experiment) as run:
         summary = experiment.run(run)
         write_plots(run)
         page = write_report(run)

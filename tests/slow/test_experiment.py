@@ -66,6 +66,11 @@ def test_the_run_directory_is_complete(first: Path) -> None:
     for name in ("config.yaml", "env.json", "samples.jsonl", "summary.json", "report.html"):
         assert (first / name).stat().st_size > 100
     assert len((first / "samples.jsonl").read_text(encoding="utf-8").splitlines()) == 2 * 5
+    env = json.loads((first / "env.json").read_text(encoding="utf-8"))
+    assert {"versions", "cpu", "threads", "git_revision", "seed", "namespace"} <= set(env)
+    assert any("minilm" in identity for identity in env["embedders"])
+    config = (first / "config.yaml").read_text(encoding="utf-8")
+    assert "CacheBlendRecompute" in config  # an arm is recorded by what it is, not by its name
     assert any((first / "wandb").glob("offline-run-*"))
 
 
