@@ -203,6 +203,7 @@ class Harness:
         for metric in self.metrics:
             row |= metric.compare(exact, observation)
         row["kv_error_rel_per_layer"] = per_layer(exact, observation) or None
+        row["first_divergence"] = _first_divergence(exact, observation)
         return row | self._costs(done, baseline, trial, decode_ms) | _reuse(done)
 
     def _costs(
@@ -226,6 +227,19 @@ class Harness:
         own = dict(arm.settings) if arm else {}
         head: Row = {"request": request.id, "group": request.group}
         return head | row | {"settings": self.settings | own}
+
+
+def _first_divergence(exact: Observation, arm: Observation) -> dict[str, float] | None:
+    """Where the likeliest token first differs, and exact's margin (nats) over its second there.
+
+    A margin near zero is a near tie, not a fault.
+    """
+    differs = (exact.logits.argmax(-1) != arm.logits.argmax(-1)).nonzero()
+    if not len(differs):
+        return None
+    position = int(differs[0])
+    best = exact.logits[position].double().log_softmax(-1).topk(2).values
+    return {"position": position, "margin_nats": float(best[0] - best[1])}
 
 
 def _reuse(done: Prefilled) -> Row:

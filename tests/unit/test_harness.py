@@ -89,6 +89,17 @@ def test_recompute_all_agrees_and_zeroes_do_not(rows: list[dict[str, object]]) -
     assert min(of(rows, "zero_kv", "quality/kl_first_nats")) > 1e-3
 
 
+def test_the_margin_at_the_first_divergence_is_reported(rows: list[dict[str, object]]) -> None:
+    """A near tie is told from a fault; where nothing diverges there is none."""
+    found = {str(row["arm"]): row["first_divergence"] for row in rows}
+    assert found["exact_again"] is None
+    assert found["all"] is None
+    diverged = found["zero_kv"]
+    assert isinstance(diverged, dict)
+    assert 0 <= diverged["position"] < 16
+    assert diverged["margin_nats"] > 0
+
+
 def test_tokens_add_up_in_every_row(rows: list[dict[str, object]]) -> None:
     for row in rows:
         assert sum(int(str(row[f"reuse/{name}_tokens"])) for name in TOKENS) == row["n_tokens"]
