@@ -133,8 +133,7 @@ class Engine:
         """
         if (self.admit, other.admit) != ("none", "none"):
             raise KvsemError("only engines with admit=none share what was ingested")
-        for entry in other.store:
-            self.store.put(entry)
+        self.store.share(other.store)
         self.vectors.share(other.vectors)
 
     def _build(self, donor: Donor, tenant: str) -> None:

@@ -61,6 +61,13 @@ class ChunkStore:
         self.nbytes += entry.nbytes
         return True
 
+    def share(self, other: ChunkStore) -> None:
+        """Hold the entries of ``other`` too; they were looked at when they were put there."""
+        for key, entry in other._entries.items():
+            if key not in self._entries:
+                self._entries[key] = entry
+                self.nbytes += entry.nbytes
+
     def get(self, key: str) -> ChunkKV | None:
         return self._entries.get(key)
 
