@@ -309,13 +309,14 @@ class Engine:
         return self.lm.multiplications(passed)
 
     def _select(self, state: State) -> Callable[[int], torch.Tensor]:
-        whole = state.new
+        whole, version = state.new, -1
 
         def select(layer: int) -> torch.Tensor:
-            nonlocal whole
+            nonlocal whole, version
             chosen = self.recompute.tokens(layer, state)
-            if layer == 0 or chosen is not state.previous:  # the same set stays the same object
-                whole = state.new | (chosen & state.matched)
+            # an unchanged set stays the same object; the version tells of changes made in place
+            if chosen is not state.previous or chosen._version != version:
+                whole, version = state.new | (chosen & state.matched), chosen._version
             state.previous = chosen
             return whole
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvsem.baselines import Baselines
 from kvsem.engine import Engine
@@ -15,6 +16,7 @@ from kvsem.metrics.divergence import DivergenceMetric
 from kvsem.metrics.greedy import GreedyMetric
 from kvsem.metrics.kv_error import KvErrorMetric
 from kvsem.recompute.all import AllRecompute
+from kvsem.recompute.base import State
 from kvsem.recompute.cacheblend import CacheBlendRecompute
 from kvsem.recompute.zero_kv import ZeroKV
 from kvsem.types import Request
@@ -227,3 +229,27 @@ def test_warming_up_leaves_nothing_behind(llama: LM) -> None:
     engine = tiny_engine(llama, admit="all")
     harness(llama, [Arm("none", engine)]).warm_up(requests(1)[0])
     assert len(engine.store) == 0
+
+
+class ShrinksInPlace:
+    """A rule that works on one tensor throughout."""
+
+    def __init__(self) -> None:
+        self.chosen = torch.zeros(0, dtype=torch.bool)
+
+    def tokens(self, layer: int, state: State) -> torch.Tensor:
+        if layer == 0:
+            self.chosen = state.matched.clone()
+        elif layer == 2:
+            self.chosen[: state.n_tokens // 2] = False
+        return self.chosen
+
+
+def test_a_rule_may_shrink_its_set_in_place(llama: LM) -> None:
+    """And may leave `needs` out."""
+    asked = requests(1)
+    engine = tiny_engine(llama, admit="none", recompute=ShrinksInPlace())
+    engine.ingest(asked)
+    done = engine.prefill(asked[0])
+    again = (done.computed & done.plan.matched).sum(axis=1)
+    assert again[0] == again[1] > again[2] == again[3] > 0

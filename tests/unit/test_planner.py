@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -318,3 +319,25 @@ def test_any_history_gives_a_sound_plan(orders: list[tuple[bool, list[int], int]
         request = rag(*(POOL[i] for i in order), system=SYSTEM if has_system else None)
         bench.plan(request)
         bench.learn(request, depth=depth)
+
+
+class Counting(HashingEmbedder):
+    """The real embedder, and how many texts it was given."""
+
+    n_texts = 0
+
+    def embed(self, texts: Sequence[str]) -> np.ndarray:
+        self.n_texts += len(texts)
+        return super().embed(texts)
+
+
+def test_identical_content_is_found_without_embedding() -> None:
+    embedder = Counting()
+    bench = Bench(vectors=ChunkVectors(embedder, FlatIndex))
+    bench.vectors = bench.planner.vectors
+    bench.learn(rag(*TEXTS[:2]))
+    learnt = embedder.n_texts
+    assert kinds(bench.plan(rag(*TEXTS[:2][::-1]))[0])[1:] == ["chunk", "chunk"]
+    assert embedder.n_texts == learnt
+    bench.plan(rag(TEXTS[2]))
+    assert embedder.n_texts == learnt + 1
