@@ -11,9 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from kvsem.lm import LM
 from tests.tiny import KINDS, tiny_lm, tiny_model
+
+# CI runs the same examples every time; elsewhere each run looks for new ones.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 
 @pytest.fixture(scope="session", autouse=True)
