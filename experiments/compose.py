@@ -17,12 +17,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvsem.errors import KvsemError, SettingError, check_range
+from kvsem.memory.memory import MemorySettings
 from kvsem.types import CACHEABLE
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 CHOSEN = ("context", "chunker", "embedder", "index", "gate", "aligner")  # set: for every arm
 MAX_THREADS = 1024
 ALWAYS = ("exact", "exact_again")
+MEMORY = "one of page_size, pool_tokens, eviction, partial, salt"
 
 
 def check(cfg: DictConfig) -> None:
@@ -60,6 +62,9 @@ def _known_beside(name: str) -> set[str]:
     group = name.rpartition(".")[0]
     files = (CONF / group).glob("*.yaml") if group else []
     beside = {f"{group}.{key!s}" for f in files for key in OmegaConf.load(f) if key != "_target_"}
+    section = OmegaConf.to_container(OmegaConf.load(CONF / "run.yaml"))
+    inside = section.get(group) if isinstance(section, dict) else None
+    beside |= {f"{group}.{key!s}" for key in inside} if isinstance(inside, dict) else set()
     return beside or _run_keys()
 
 
@@ -103,8 +108,12 @@ def arm_config(name: str, cfg: DictConfig) -> DictConfig:
     _check_arm(name, arm)
     OmegaConf.set_struct(arm, False)
     for part in CHOSEN:
+        arm.setdefault(part, None)  # `override /embedder@embedder: null` leaves no key
         if cfg.get(part) is not None:
             arm[part] = cfg[part]
+    for key, value in cfg.memory.items():
+        if value is not None:
+            arm.memory[key] = value
     if cfg.recompute_ratio is not None and "ratio" in arm.recompute:
         arm.recompute.ratio = cfg.recompute_ratio
         if "k" in arm.recompute:
@@ -117,9 +126,20 @@ def _check_arm(name: str, arm: DictConfig) -> None:
     for key in arm:
         if str(key) not in known:
             raise SettingError(f"arm/{name}.yaml: {key!s}", arm[key], f"one of {sorted(known)}")
+    for key in arm.memory:
+        if key not in compose("arm/base").arm.memory:
+            raise SettingError(f"arm/{name}.yaml: memory.{key!s}", arm.memory[key], MEMORY)
     for kind in arm.drop:
         if kind not in CACHEABLE:
             raise SettingError(f"arm/{name}.yaml: drop", kind, f"kinds of {sorted(CACHEABLE)}")
+
+
+def memory_settings(cfg: DictConfig) -> MemorySettings:
+    """``memory`` of an arm, its eviction policy made of ``conf/eviction/NAME.yaml``."""
+    if cfg.eviction not in (names := _names("eviction")):
+        raise SettingError("memory.eviction", cfg.eviction, f"one of {', '.join(names)}")
+    policy = make(compose(f"eviction/{cfg.eviction}").eviction, "memory.eviction")
+    return MemorySettings(cfg.page_size, cfg.pool_tokens, policy, cfg.partial, cfg.salt)
 
 
 def make(cfg: Any, field: str, **more: Any) -> Any:

@@ -35,7 +35,15 @@ from rich.progress import (
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from experiments.compose import ALWAYS, arm_config, check, describe_part, make, one_line  # noqa: E402
+from experiments.compose import (  # noqa: E402
+    ALWAYS,
+    arm_config,
+    check,
+    describe_part,
+    make,
+    memory_settings,
+    one_line,
+)
 from kvsem.baselines import Baselines  # noqa: E402
 from kvsem.engine import Admit, Engine  # noqa: E402
 from kvsem.environment import describe, keep_memory, versions  # noqa: E402
@@ -77,10 +85,19 @@ class Experiment:
         parts = {part: self._part(part, arm[part]) for part in PARTS}
         admit: Admit = "none" if self.workload.ingest else arm.admit
         engine = Engine(
-            self.lm, **parts, admit=admit, n_candidates=arm.n_candidates, seed=self.cfg.seed
+            self.lm,
+            **parts,
+            admit=admit,
+            reuse=arm.reuse,
+            memory=memory_settings(arm.memory),
+            n_candidates=arm.n_candidates,
+            seed=self.cfg.seed,
         )
         settings = {part: describe_part(arm[part]) for part in PARTS}
-        return Arm(name, engine, tuple(arm.drop), {**settings, "admit": admit})
+        settings |= {"reuse": ", ".join(arm.reuse), "admit": admit}
+        kept = {key: value for key, value in arm.memory.items() if key != "salt"}
+        settings |= {f"memory.{key}": str(value) for key, value in kept.items()}
+        return Arm(name, engine, tuple(arm.drop), settings)
 
     def _part(self, name: str, cfg: DictConfig | None) -> Any:
         """Parts are made once per configuration: a model is loaded once for all arms."""
@@ -107,7 +124,7 @@ class Experiment:
         }
         return Harness(
             self.lm,
-            Engine(self.lm, **parts, admit="none"),
+            Engine(self.lm, **parts, reuse=(), admit="none"),
             self.arms,
             metrics,
             Baselines(cache_root() / "baselines") if keep else None,
@@ -155,9 +172,9 @@ class Experiment:
         built: dict[str, Arm] = {}
         for arm in self.arms:
             config = self.configs[arm.name]
-            same = ("chunker", "embedder", "index", "context")
+            same = ("chunker", "embedder", "index", "context", "memory", "reuse")
             key = OmegaConf.to_yaml(OmegaConf.masked_copy(config, list(same)))
-            if key in built:
+            if key in built and config.memory.pool_tokens is None:
                 arm.engine.share(built[key].engine)
                 arm.build_ms = built[key].build_ms
                 continue
@@ -189,8 +206,9 @@ class Experiment:
                 "earlier run on this machine (baselines=measure measures them anew, interleaved)"
             )
         for arm in self.arms:
-            if arm.engine.store.n_not_finite:
-                notes.append(f"{arm.name}: {arm.engine.store.n_not_finite} entries were not finite")
+            broken = arm.engine.store.n_not_finite + arm.engine.memory.n_not_finite
+            if broken:
+                notes.append(f"{arm.name}: KV of {broken} entries or prompts was not finite")
         off = [name for name in ("moved_chunk", "blend") if not self.lm.support[name][0]]
         for name in off:
             notes.append(f"{name} is off: {self.lm.support[name][1]}; only exact prefix is reused")
@@ -221,6 +239,9 @@ def _folder(cfg: DictConfig, experiment: Experiment) -> RunDir:
     kept = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "out"])
     names = [name for name in cfg.arms if name not in ALWAYS]
     composed = OmegaConf.create({"composed": {name: arm_config(name, cfg) for name in names}})
+    for settings in (kept, *composed.composed.values()):
+        if settings.memory.salt:  # a secret has no place in a record
+            OmegaConf.update(settings, "memory.salt", "set")
     text = OmegaConf.to_yaml(kept) + OmegaConf.to_yaml(composed)
     out = Path(cfg.out) if cfg.out is not None else None
     env = describe(ROOT, seed=cfg.seed, **experiment.digests())

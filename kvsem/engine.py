@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -19,17 +19,22 @@ from kvsem.contexts.base import Donor, DonorContext
 from kvsem.contexts.in_company import InCompany
 from kvsem.embedders.base import Embedder
 from kvsem.errors import KvsemError, SettingError
-from kvsem.forward import KVBuffer
+from kvsem.fingerprint import of_tenant
+from kvsem.forward import KV, KVBuffer
 from kvsem.gates.base import Gate
 from kvsem.gates.threshold import ThresholdGate
 from kvsem.index.base import ChunkIndex
 from kvsem.index.flat import FlatIndex
-from kvsem.keys import digest
+from kvsem.keys import chain_root, digest
 from kvsem.lm import LM
 from kvsem.memory.gather import gather
+from kvsem.memory.memory import Memory, MemorySettings, exact_tokens
+from kvsem.memory.pages import PagedKV
+from kvsem.memory.pool import PoolFullError
+from kvsem.memory.prefix import Matched
 from kvsem.memory.store import ChunkStore, entry_of
 from kvsem.memory.vectors import ChunkVectors
-from kvsem.planner import Planner
+from kvsem.planner import KINDS_OF_REUSE, Planner
 from kvsem.prompt import Prompt, render
 from kvsem.recompute.base import Adjusts, Needs, Recompute, State
 from kvsem.recompute.none import NoRecompute
@@ -51,16 +56,21 @@ Track = Callable[[Sequence[Donor]], Iterable[Donor]]
 
 @dataclass
 class Prefilled:
-    """A request up to its first token. ``kv`` holds its KV; what follows may be appended."""
+    """A request up to its first token. ``kv`` holds its KV, in pages that belong to it until
+    `Engine.leave` or `Engine.drop`; what follows may be appended."""
 
     request: Request
     prompt: Prompt
     plan: ReusePlan
-    kv: KVBuffer
+    kv: PagedKV
     logits: torch.Tensor  # fp32 [vocab]
     first: int
     computed: np.ndarray  # bool [layers, n]
     cost: Cost
+    gauges: Mapping[str, float] = field(default_factory=dict)  # of the memory, this one in flight
+    prompt_logprobs: torch.Tensor | None = None  # fp32 [n - 1], of tokens 1 … on request
+    namespace: str = ""  # that its KV belongs to
+    depth: int = 0  # of the entries that it was put together from, the deepest
 
 
 class Engine:
@@ -69,7 +79,9 @@ class Engine:
     Parts that are left out are those of ``conf/arm/base.yaml``, but without an ``embedder`` only
     identical content is reused. ``index`` makes an empty index, given dim and identity.
     ``admit``: what a served request leaves behind: ``all``, ``exact_only`` (nothing computed on
-    reused KV) or ``none`` (the cache is read-only).
+    reused KV) or ``none`` (the cache is read-only). ``reuse``: what may be reused: ``prefix``
+    (exact prefix pages), ``segment`` (a whole chunk behind the very tokens it was computed
+    behind), ``chunk`` (identical content behind others; includes segment), ``semantic``.
     """
 
     def __init__(
@@ -84,9 +96,13 @@ class Engine:
         embedder: Embedder | None = None,
         index: Callable[..., ChunkIndex] = FlatIndex,
         admit: Admit = "all",
+        reuse: Iterable[str] = KINDS_OF_REUSE,
+        memory: MemorySettings | None = None,
         n_candidates: int = 4,
         seed: int = 0,
     ) -> None:
+        if unknown := set(reuse := frozenset(reuse)) - KINDS_OF_REUSE:
+            raise SettingError("reuse", sorted(unknown)[0], f"one of {sorted(KINDS_OF_REUSE)}")
         if admit not in ("all", "exact_only", "none"):
             raise SettingError("admit", admit, "all, exact_only or none")
         if n_candidates < 1:
@@ -99,8 +115,19 @@ class Engine:
         self.needs = getattr(self.recompute, "needs", Needs())
         self.context: DonorContext = context or InCompany()
         self.admit, self.n_candidates, self.seed = admit, n_candidates, seed
-        self.store = ChunkStore()
+        self.reuse = reuse
         self.vectors = ChunkVectors(embedder, index)
+        self.memory = Memory(lm, memory, forgotten=self.vectors.forget)
+
+    @property
+    def keeps_chunks(self) -> bool:
+        """Whether chunks are stored at all: exact prefix alone needs none."""
+        return not self.reuse <= {"prefix"}
+
+    @property
+    def store(self) -> ChunkStore:
+        """The chunk entries, in the pages of ``memory``."""
+        return self.memory.chunks
 
     # -- ingest ---------------------------------------------------------------------------------
 
@@ -127,23 +154,33 @@ class Engine:
         return len(self.store) - before
 
     def share(self, other: Engine) -> None:
-        """Start from what ``other`` ingested: a store of its own over the same entries.
+        """Reuse what ``other`` ingested, out of the same pool.
 
-        Both engines must be read-only (``admit=none``): the index is the same object.
+        Both engines must be read-only (``admit=none``) and their pool without a limit: then
+        neither changes what the other finds.
         """
         if (self.admit, other.admit) != ("none", "none"):
             raise KvsemError("only engines with admit=none share what was ingested")
-        self.store.share(other.store)
+        if other.memory.pool.limit is not None:
+            raise KvsemError("only a pool without a limit is shared")
+        self.memory = other.memory.view()
         self.vectors.share(other.vectors)
+
+    def _names(self, tenant: str) -> tuple[str, str]:
+        """The namespace of ``tenant``, and the version of the model it belongs to; what other
+        versions left behind goes first from now on."""
+        version = self.lm.namespace()
+        self.memory.pool.renew(version)
+        return of_tenant(version, tenant, self.memory.settings.salt), version
 
     def _build(self, donor: Donor, tenant: str) -> None:
         """One exact forward over the donor prompt, up to the end of its passage."""
-        namespace = self.lm.namespace(tenant)
+        namespace, _ = self._names(tenant)
         prompt = render(self.lm.tokenizer, _donor_request(donor))
         planner = self._planner(namespace)
         last = [p for p in prompt.pieces if p.kind == "passage" and p.text == donor.text.strip()]
         chunks = planner.chunks(prompt, last[-1]) if last else []  # none: the text makes no token
-        if self._all_stored(chunks):
+        if not chunks or (self.keeps_chunks and self._all_stored(chunks)):
             return
         ids = prompt.ids[: last[-1].end]
         if len(ids) > self.lm.max_tokens and donor.company:
@@ -152,31 +189,72 @@ class Engine:
             return
         self.lm.check_prompt(len(ids), what=f"the donor prompt of {donor.text[:40]!r}")
         head = planner.chunks(prompt, prompt.pieces[0]) if prompt.pieces[0].kind == "system" else []
-        if donor.bare:
+        if not self.keeps_chunks:
+            ids, chunks = ids[: head[0].end] if head else ids[:0], []
+        elif donor.bare:
             self._store_bare(prompt, chunks, namespace, donor)
             ids, chunks = ids[: head[0].end] if head else ids[:0], []
-        if self._all_stored(head + chunks):
-            return
-        kv = self._exact(ids, head)
-        self._keep(head, kv, ids, namespace, "start")
-        self._keep(chunks, kv, ids, namespace, donor.context)
+        n_head = head[0].end if head else 0
+        if chunks or self._match(namespace, ids[:n_head]).n_tokens < n_head:
+            kv = self._exact(ids, namespace)
+            self._publish(kv, ids[:n_head], namespace)
+            self._keep(
+                [*(head if "prefix" not in self.reuse else ()), *chunks],
+                kv,
+                ids,
+                namespace,
+                donor.context,
+            )
 
     def _all_stored(self, chunks: Sequence[Chunk]) -> bool:
         return all(self.store.get(chunk.key) is not None for chunk in chunks)
 
-    def _exact(self, ids: np.ndarray, head: list[Chunk]) -> KVBuffer:
-        """Exact KV of ``ids``; the head is copied where it is stored."""
+    def _match(self, namespace: str, ids: np.ndarray) -> Matched:
+        return self.memory.prefix.match(chain_root(namespace), ids)
+
+    def _exact(self, ids: np.ndarray, namespace: str | None = None) -> KVBuffer:
+        """Exact KV of ``ids``, behind what prefix pages hold of them."""
         kv = self.lm.buffer(len(ids))
         rest = torch.ones(len(ids), dtype=torch.bool)
-        for chunk in head:
-            entry = self.store.get(chunk.key)
-            if entry is not None and len(chunk.ids) < len(ids):
-                for layer in range(self.lm.n_layers):
-                    kv.keys[layer][0, :, : len(chunk.ids)] = entry.keys[layer]
-                    kv.values[layer][0, :, : len(chunk.ids)] = entry.values[layer]
-                rest[: len(chunk.ids)] = False
+        if namespace and "prefix" in self.reuse and not self._off("exact_prefix"):
+            with self.memory.pool.lock:
+                matched = self._match(namespace, ids[:-1])
+                n = matched.n_tokens
+                pages = PagedKV(self.memory.pages, matched.held, n)
+                for layer in range(self.lm.n_layers if n else 0):
+                    kv.write(layer, slice(0, n), *pages.read(layer, n))
+            rest[:n] = False
         self.lm.prefill(ids, kv, lambda _: rest)
         return kv
+
+    def _publish(self, kv: KVBuffer, ids: np.ndarray, namespace: str) -> None:
+        """Prefix pages of the first tokens of ``kv``, which are exact, where there is room."""
+        n = len(ids)
+        matched = self._match(namespace, ids)
+        if "prefix" not in self.reuse or matched.n_tokens == n:
+            return
+        try:
+            pages = self.memory.open(matched, n)
+        except PoolFullError:
+            return
+        try:
+            for layer in range(self.lm.n_layers):
+                keys, values = kv.read(layer, n)
+                own = slice(pages.n_shared, n)
+                pages.write(layer, own, keys[:, :, own], values[:, :, own])
+            pages.length = n
+            self._remember(pages, ids, namespace)
+        finally:
+            self.memory.close(pages)
+
+    def _remember(self, kv: PagedKV, ids: np.ndarray, namespace: str) -> None:
+        """Publish the prefix pages of ``ids``, which are exact; refused where not finite."""
+        if not kv.is_finite(min(kv.n_shared, len(ids)), len(ids)):
+            self.memory.n_not_finite += 1
+            return
+        self.memory.prefix.publish(
+            chain_root(namespace), ids, kv.pages, self.memory.pool.version, self.lm.cost_of
+        )
 
     def _store_bare(
         self, prompt: Prompt, chunks: list[Chunk], namespace: str, donor: Donor
@@ -184,7 +262,7 @@ class Engine:
         bos = self.lm.tokenizer.bos_token_id
         ahead = np.array([] if bos is None else [bos], dtype=np.int64)
         ids = np.concatenate([ahead, prompt.ids[chunks[0].start : chunks[-1].end]])
-        kv = self._exact(ids, [])
+        kv = self._exact(ids)
         moved = len(ahead) - chunks[0].start
         placed = [replace(c, start=c.start + moved, end=c.end + moved) for c in chunks]
         self._keep(placed, kv, ids, namespace, donor.context)
@@ -192,7 +270,7 @@ class Engine:
     def _keep(
         self,
         chunks: Sequence[Chunk],
-        kv: KVBuffer,
+        kv: KVBuffer | PagedKV,
         ids: np.ndarray,
         namespace: str,
         context: str,
@@ -201,13 +279,15 @@ class Engine:
         """Store chunks that are not there yet; findable by meaning once their bytes are whole."""
         new = [chunk for chunk in chunks if self.store.get(chunk.key) is None]
         for chunk in new:
-            self.store.put(entry_of(chunk, kv, ids, namespace, context, depth))
+            where = "start" if chunk.kind == "system" else context
+            entry = entry_of(chunk, kv, ids, namespace, where, depth)
+            cost = self.lm.cost_of(chunk.start, chunk.end)
+            self.store.put(entry, self.memory.pool.version, cost)
         passages = [c for c in new if c.kind != "system" and self.store.get(c.key) is not None]
         self.vectors.add(namespace, {c.key: c.text for c in passages})
 
     def forget(self, key: str) -> bool:
         """Remove an entry from the store and every index."""
-        self.vectors.forget(key)
         return self.store.forget(key)
 
     # -- plan -----------------------------------------------------------------------------------
@@ -224,6 +304,7 @@ class Engine:
             moved,
             self.n_candidates,
             self._off("exact_prefix"),
+            self.reuse,
         )
 
     def _off(self, capability: str) -> str:
@@ -234,71 +315,148 @@ class Engine:
     def plan(self, request: Request) -> ReusePlan:
         """What would be reused for ``request``, and why not the rest."""
         prompt = render(self.lm.tokenizer, request)
-        return self._planner(self.lm.namespace(request.tenant)).plan(prompt)
+        return self._plan(request, prompt, self._names(request.tenant)[0])[0]
+
+    def _plan(self, request: Request, prompt: Prompt, namespace: str) -> tuple[ReusePlan, Matched]:
+        """The plan, and the prefix pages that it starts with: never of the last token."""
+        planner = self._planner(namespace)
+        if request.prompt_logprobs:  # KV that is read has no logits
+            planner = replace(planner, off="log probabilities of the prompt were asked for")
+        matched = Matched(reason=planner.off or "reuse of prefix is off")
+        if "prefix" in self.reuse and not planner.off:
+            matched = self._match(namespace, prompt.ids[:-1])
+        return planner.plan(prompt, matched.n_tokens, matched.reason), matched
+
+    def render(self, request: Request) -> Prompt:
+        """The tokens of ``request``, as `prefill` sees them."""
+        return render(self.lm.tokenizer, request)
 
     def check(self, request: Request, n: int | None = None) -> None:
         """Raise `KvsemError` where ``request`` (of ``n`` tokens) is empty or too long."""
         n = len(render(self.lm.tokenizer, request).ids) if n is None else n
         self.lm.check_prompt(n, request.max_new_tokens, f"request {request.id!r}")
+        self.memory.check_room(n + request.max_new_tokens, f"request {request.id!r}")
 
     # -- prefill --------------------------------------------------------------------------------
 
     def prefill(self, request: Request, room: int | None = None) -> Prefilled:
-        """From text to first token. ``room``: tokens that may be appended to the KV afterwards."""
+        """From text to first token. ``room``: tokens that may be appended to the KV afterwards.
+
+        Raises `PoolFullError`, and changes nothing, where the pool has no pages for it.
+        """
         start = time.perf_counter()
         prompt = render(self.lm.tokenizer, request)
         n = len(prompt.ids)
         room = request.max_new_tokens if room is None else room
         self.check(request, n)
-        plan = self._planner(self.lm.namespace(request.tenant)).plan(prompt)
-        planned = time.perf_counter()
-        kv = self.lm.buffer(n + room)
-        gather(self.lm, kv, plan.runs, self._entries(plan))
-        seed = int(digest("seed", run=self.seed, request=request.id)[:15], 16)
-        state = self._state(plan, kv, seed)
-        self.lm.wait()
-        loaded = time.perf_counter()
-        attended = self._look(prompt, kv, state)
-        logits, computed = self.lm.prefill(prompt.ids, kv, self._select(state))
-        first = int(logits.argmax())
+        namespace, _ = self._names(request.tenant)
+        with self.memory.pool.lock:  # what is planned must not be evicted before it is held
+            plan, matched = self._plan(request, prompt, namespace)
+            planned = time.perf_counter()
+            plan, kv = self._open(plan, matched, prompt, n + room)
+        try:
+            entries = self._entries(plan)
+            gather(self.lm, kv, plan.runs, entries)
+            self.memory.settle(kv)
+            state = self._state(plan, kv, int(digest("seed", run=self.seed, r=request.id)[:15], 16))
+            self.lm.wait()
+            loaded = time.perf_counter()
+            attended = self._look(prompt, kv, state)
+            logits, computed, logprobs = self._forward(request, prompt, kv, state)
+            heads = n if request.prompt_logprobs else 1
+            first = int(logits.argmax())
+        except BaseException:
+            self.memory.close(kv)
+            raise
         done = time.perf_counter()
         cost = Cost(
             plan_ms=(planned - start) * 1e3,
             load_ms=(loaded - planned) * 1e3,
             prefill_ms=(done - loaded) * 1e3,
             ttft_ms=(done - start) * 1e3,
-            multiplications=self.lm.multiplications(computed) + attended,
+            multiplications=self.lm.multiplications(computed, heads) + attended,
             recomputed_layer_tokens=int((computed & plan.matched).sum()),
-            kv_bytes=self.store.nbytes,
+            kv_bytes=self.memory.nbytes,
         )
-        return Prefilled(request, prompt, plan, kv, logits, first, computed, cost)
+        gauges = self.memory.gauges()
+        return Prefilled(
+            request,
+            prompt,
+            plan,
+            kv,
+            logits,
+            first,
+            computed,
+            cost,
+            gauges,
+            logprobs,
+            namespace,
+            max((entry.depth for entry in entries.values()), default=0),
+        )
+
+    def _open(
+        self, plan: ReusePlan, matched: Matched, prompt: Prompt, n_tokens: int
+    ) -> tuple[ReusePlan, PagedKV]:
+        """Pages for the request. Where the chunks it would read leave it no room, it goes without
+        them: what nobody reads may be evicted for it."""
+        entries = list(dict.fromkeys(run.entry for run in plan.runs))
+        try:
+            kv = self.memory.open(matched, n_tokens, entries)
+        except PoolFullError:
+            if not entries and not matched.tail:
+                raise
+            whole = replace(
+                matched,
+                n_tokens=len(matched.blocks) * self.memory.settings.page_size,
+                tail=None,
+                reason="pool_full",
+            )
+            none = replace(self._planner(""), off="pool_full")
+            plan, entries = none.plan(prompt, whole.n_tokens, "pool_full"), []
+            kv = self.memory.open(whole, n_tokens)
+            matched = whole
+        self.memory.prefix.use(matched)
+        self.store.use(entries)
+        return plan, kv
+
+    def _forward(
+        self, request: Request, prompt: Prompt, kv: PagedKV, state: State
+    ) -> tuple[torch.Tensor, np.ndarray, torch.Tensor | None]:
+        """Logits at the last position, what was computed, and log probabilities on request."""
+        if not request.prompt_logprobs:
+            return *self.lm.prefill(prompt.ids, kv, self._select(state, kv)), None
+        logits = self.lm.extend(prompt.ids.tolist(), kv)
+        log_probs = logits[:-1].log_softmax(-1)
+        picked = log_probs[torch.arange(len(log_probs)), torch.from_numpy(prompt.ids[1:])]
+        return logits[-1], np.ones((self.lm.n_layers, len(prompt.ids)), dtype=bool), picked
 
     def _entries(self, plan: ReusePlan) -> dict[str, ChunkKV]:
         found = {run.entry: self.store.get(run.entry) for run in plan.runs}
         return {key: entry for key, entry in found.items() if entry is not None}
 
-    def _state(self, plan: ReusePlan, kv: KVBuffer, seed: int) -> State:
+    def _state(self, plan: ReusePlan, kv: KV, seed: int) -> State:
         """What the rule may look at; its ``adjust`` is applied to the reused KV here."""
         n = plan.n_tokens
         matched = torch.from_numpy(plan.matched)
         spans = [(c.start, c.end) for c in plan.chunks if bool(matched[c.start : c.end].any())]
         state = State(n, matched, torch.from_numpy(plan.provenance == Provenance.NEW), spans, seed)
         if isinstance(self.recompute, Adjusts) and bool(matched.any()):
-            at = matched.nonzero()[:, 0].to(kv.keys[0].device)
-            for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
-                new = self.recompute.adjust(layer, keys[0, :, at], values[0, :, at], state)
-                keys[0, :, at], values[0, :, at] = new
+            at = matched.nonzero()[:, 0]
+            there = at.to(self.lm.device)
+            for layer in range(self.lm.n_layers):
+                keys, values = (t[0][:, there] for t in kv.read(layer, n))
+                keys, values = self.recompute.adjust(layer, keys, values, state)
+                kv.write(layer, at, keys[None], values[None])
         for layer in self.needs.fresh_layers:
-            if layer >= len(kv.keys):
+            if layer >= self.lm.n_layers:
                 raise SettingError(
-                    "recompute: layer", layer, f"a layer from 0 to {len(kv.keys) - 1}"
+                    "recompute: layer", layer, f"a layer from 0 to {self.lm.n_layers - 1}"
                 )
-            fresh = kv.keys[layer][0, :, :n], kv.values[layer][0, :, :n]
-            state.reused[layer] = fresh[0].clone(), fresh[1].clone()
-            state.fresh[layer] = fresh
+            keys, values = (t[0].clone() for t in kv.read(layer, n))
+            state.reused[layer] = keys, values
         return state
 
-    def _look(self, prompt: Prompt, kv: KVBuffer, state: State) -> int:
+    def _look(self, prompt: Prompt, kv: KV, state: State) -> int:
         """The question's pass over the assembled cache, where the rule needs it; its cost."""
         if not self.needs.question_attention:
             return 0
@@ -308,11 +466,14 @@ class Engine:
         passed[:, rows] = True
         return self.lm.multiplications(passed)
 
-    def _select(self, state: State) -> Callable[[int], torch.Tensor]:
+    def _select(self, state: State, kv: KV) -> Callable[[int], torch.Tensor]:
         whole, version = state.new, -1
 
         def select(layer: int) -> torch.Tensor:
             nonlocal whole, version
+            if layer - 1 in self.needs.fresh_layers:
+                keys, values = kv.read(layer - 1, state.n_tokens)
+                state.fresh[layer - 1] = keys[0], values[0]
             chosen = self.recompute.tokens(layer, state)
             # an unchanged set stays the same object; the version tells of changes made in place
             if chosen is not state.previous or chosen._version != version:
@@ -334,9 +495,13 @@ class Engine:
         done = self.prefill(request)
         start = time.perf_counter()
         steps = request.max_new_tokens
-        tokens = self.lm.decode(done.first, done.kv, steps, self.lm.stop_tokens) if steps else []
+        try:
+            tokens = self.lm.decode(done.first, done.kv, steps, self.lm.stop_tokens)[:steps]
+        except BaseException:
+            self.drop(done)
+            raise
         decoded = time.perf_counter()
-        self.leave(done)
+        self.leave(done, tokens)
         cost = replace(
             done.cost,
             decode_ms_per_token=(decoded - start) * 1e3 / max(1, len(tokens) - 1),
@@ -344,7 +509,17 @@ class Engine:
         )
         text = self.lm.tokenizer.decode(tokens, skip_special_tokens=True)
         provenance = final_provenance(done.plan, done.computed)
-        return Output(tuple(tokens), text, done.logits, done.plan, provenance, done.computed, cost)
+        return Output(
+            tuple(tokens),
+            text,
+            done.logits,
+            done.plan,
+            provenance,
+            done.computed,
+            cost,
+            done.gauges,
+            done.prompt_logprobs,
+        )
 
     def _generate_plain(self, request: Request) -> Output:
         start = time.perf_counter()
@@ -361,25 +536,47 @@ class Engine:
         computed = np.ones((self.lm.n_layers, n), dtype=bool)
         return Output(tuple(tokens), text, logits, plan, new, computed, cost)
 
-    def leave(self, done: Prefilled) -> None:
-        """Store the chunks of a served request that the cache did not know.
+    def leave(self, done: Prefilled, tokens: Sequence[int] = ()) -> None:
+        """A request is over: remember of it and of its answer ``tokens`` what ``admit`` allows,
+        and give its pages back.
 
-        One that was aligned from another is stored only where it was computed exactly after all.
+        What stands behind nothing approximate becomes prefix pages. Chunks that the cache does
+        not know are stored; one that was aligned from another only where it was computed exactly
+        after all.
         """
-        if self.admit == "none":
-            return
-        plan, namespace = done.plan, self.lm.namespace(done.request.tenant)
+        try:
+            if self.admit != "none" and bool(torch.isfinite(done.logits).all()):
+                self._admit(done, np.asarray(tokens, dtype=np.int64))
+        finally:
+            self.drop(done)
+
+    def drop(self, done: Prefilled) -> None:
+        """A request was cancelled or failed: give its pages back, remember nothing of it."""
+        self.memory.close(done.kv)
+
+    def _admit(self, done: Prefilled, tokens: np.ndarray) -> None:
+        plan, (namespace, _) = done.plan, self._names(done.request.tenant)
+        if namespace != done.namespace:
+            return  # the model changed while it was in flight: its KV is of no version
+        ids = np.concatenate([done.prompt.ids, tokens])[: done.kv.length]
         approximate = plan.matched & ~done.computed.all(axis=0)
-        used = self._entries(plan).values()
-        depth = 1 + max((entry.depth for entry in used), default=0)
-        for chunk, match in zip(plan.chunks, plan.matches, strict=True):
-            exact = not approximate[: chunk.end].any()
-            known = match.kind in ("prefix", "chunk") or (match.kind == "semantic" and not exact)
-            if known or not (exact or self.admit == "all"):
+        n_exact = exact_tokens(approximate, len(ids))
+        wanted = plan.chunks if self.keeps_chunks else ()
+        for chunk, match in zip(wanted, plan.matches, strict=False):
+            exact = chunk.end <= n_exact
+            paged = chunk.kind == "system" and "prefix" in self.reuse
+            if paged or not (exact or (self.admit == "all" and match.kind != "semantic")):
                 continue
-            context = "start" if chunk.kind == "system" else "in_request"
-            at = 0 if exact else depth
-            self._keep([chunk], done.kv, done.prompt.ids, namespace, context, at)
+            self._keep(
+                [chunk],
+                done.kv,
+                done.prompt.ids,
+                namespace,
+                "in_request",
+                0 if exact else 1 + done.depth,
+            )
+        if "prefix" in self.reuse and not self._off("exact_prefix"):
+            self._remember(done.kv, ids[:n_exact], namespace)
 
 
 def final_provenance(plan: ReusePlan, computed: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,13 +22,34 @@ GROUP_KEYS = 512
 GROUP_ROWS = 32
 MAX_GROUPS = 16
 
+Rows = slice | torch.Tensor  # token positions: a stretch, or int64 on the CPU, ascending
+
+
+class KV(Protocol):
+    """KV of one prompt under work. The first ``length`` tokens are valid, up to ``n_shared`` of
+    them also belong to others; there is room for ``capacity``."""
+
+    length: int
+
+    @property
+    def capacity(self) -> int: ...
+
+    def read(self, layer: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the first ``n`` tokens, ``[1, kv_heads, n, head_dim]``."""
+        ...
+
+    def write(self, layer: int, rows: Rows, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put ``[1, kv_heads, rows, head_dim]`` at the positions ``rows``."""
+        ...
+
+    def truncate_to(self, n: int) -> None:
+        """Keep the first ``n`` tokens."""
+        ...
+
 
 @dataclass
 class KVBuffer:
-    """KV of one prompt under work: per layer ``[1, kv_heads, capacity, head_dim]``.
-
-    The first ``length`` tokens are valid.
-    """
+    """KV in one piece: per layer ``[1, kv_heads, capacity, head_dim]``."""
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
@@ -44,7 +65,19 @@ class KVBuffer:
             raise SettingError("n", n, f"0 to the buffer's length {self.length}")
         self.length = n
 
-    def slice(
+    def read(self, layer: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the first ``n`` tokens."""
+        return self.keys[layer][:, :, :n], self.values[layer][:, :, :n]
+
+    def write(self, layer: int, rows: Rows, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put ``[1, kv_heads, rows, head_dim]`` at the positions ``rows``."""
+        for buffer, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            if isinstance(rows, slice):
+                buffer[:, :, rows] = new
+            else:
+                buffer.index_copy_(2, rows.to(buffer.device), new)
+
+    def cut(
         self, start: int, end: int
     ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """Copies of tokens ``[start, end)``: per layer ``[kv_heads, tokens, head_dim]``."""
@@ -92,12 +125,14 @@ class Forward:
     at: torch.Tensor  # int64 on the CPU, absolute positions of the tokens that flow, ascending
     n_layers: int
     device: torch.device
+    kv: KV | None = None  # None: K and V are handed through, none are kept
     probing: bool = False
     capture: list[torch.Tensor] | None = None
     layer: int = 0
     relative: torch.Tensor | None = None  # rows as indices into those of layer 0, once narrowed
     shapes: dict[int, LayerShape] = field(default_factory=dict)
     _span: tuple[int, int] | None = None
+    _written: Rows = field(default_factory=lambda: slice(0, 0))
     _keep: torch.Tensor | None = None  # the set of the layer before
     _groups: dict[int | None, list[tuple[slice, slice, torch.Tensor | None]]] = field(
         default_factory=dict
@@ -112,23 +147,21 @@ class Forward:
         self.at, self.rows = at, at.to(self.device)
         first, last = int(at[0]), int(at[-1]) + 1
         self._span = (first, last) if last - first == len(at) else None
+        self._written = slice(first, last) if self._span else at
         self._groups.clear()
         self._narrowed.clear()
 
-    def write(
-        self, keys: torch.Tensor, values: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> None:
-        """Put the computed ``k`` and ``v`` of the present layer at their rows of the buffers."""
+    def put(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the computed ``k`` and ``v`` of the present layer at their rows; returns the keys
+        and values that the rows attend over."""
         if not k.shape[-2] == v.shape[-2] == len(self.at):
             raise ModelError(
                 f"layer {self.layer} computed {k.shape[-2]} tokens, asked for {len(self.at)}"
             )
-        for buffer, new in ((keys, k), (values, v)):
-            if self._span:
-                buffer[:, :, self._span[0] : self._span[1]] = new
-            else:
-                buffer.index_copy_(2, self.rows, new)
+        assert self.kv is not None
+        self.kv.write(self.layer, self._written, k, v)
         self.computed[self.layer, self.at.numpy()] = True
+        return self.kv.read(self.layer, self.n_keys)
 
     def narrow(self, keep: torch.Tensor) -> torch.Tensor | None:
         """Go on with ``keep`` (bool ``[n_keys]``, CPU) only: indices into the rows so far, or
@@ -165,6 +198,7 @@ class Forward:
         scaling: float,
     ) -> torch.Tensor:
         """``[1, heads, rows, dim]`` over ``[1, kv_heads, n_keys, dim]``: like ``query``."""
+        self._look(query, key, value, window, scaling)
         gqa = query.shape[1] != key.shape[1]
         if self._span == (0, self.n_keys) and (window is None or window >= self.n_keys):
             return scaled_dot_product_attention(
@@ -208,7 +242,21 @@ class Forward:
                 mask = mask.masked_fill_(hidden, float("-inf"))[None, None]
             yield slice(start, end), slice(low, last + 1), mask
 
-    def attention_of_rows(
+    def _look(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        window: int | None,
+        scaling: float,
+    ) -> None:
+        if self.probing:
+            heads = query.shape[1], key.shape[1]
+            self.shapes[self.layer] = LayerShape(*heads, key.shape[-1], value.shape[-1], window)
+        if self.capture is not None:
+            self.capture.append(self._attention_of_rows(query, key, window, scaling))
+
+    def _attention_of_rows(
         self, query: torch.Tensor, key: torch.Tensor, window: int | None, scaling: float
     ) -> torch.Tensor:
         """Attention weights, mean over heads and rows: fp32 ``[n_keys]``."""
@@ -221,3 +269,48 @@ class Forward:
             hidden |= positions[None] <= self.rows[:, None] - window
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         return weights.mean(dim=(0, 1, 2))
+
+
+@dataclass
+class Step:
+    """One token each of several requests in flight: their rows share every linear layer, and each
+    attends over its own KV."""
+
+    kvs: Sequence[KV]
+    device: torch.device
+    layer: int = 0
+
+    def __post_init__(self) -> None:
+        self.at = [kv.length for kv in self.kvs]
+        self.rows = torch.tensor(self.at, device=self.device)
+        self._written = [slice(n, n + 1) for n in self.at]
+
+    def put(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write row i behind the valid tokens of request i."""
+        for i, (kv, rows) in enumerate(zip(self.kvs, self._written, strict=True)):
+            kv.write(self.layer, rows, k[:, :, i : i + 1], v[:, :, i : i + 1])
+        return k, v
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        window: int | None,
+        scaling: float,
+    ) -> torch.Tensor:
+        """``[1, heads, requests, dim]``, row i over the KV of request i: like ``query``."""
+        parts = []
+        for i, (kv, n) in enumerate(zip(self.kvs, self.at, strict=True)):
+            keys, values = kv.read(self.layer, n + 1)
+            low = 0 if window is None else max(0, n + 1 - window)
+            parts.append(
+                scaled_dot_product_attention(
+                    query[:, :, i : i + 1],
+                    keys[:, :, low:],
+                    values[:, :, low:],
+                    scale=scaling,
+                    enable_gqa=query.shape[1] != keys.shape[1],
+                )
+            )
+        return torch.cat(parts, dim=2)

@@ -51,6 +51,7 @@ class _Trial:
     n_tokens: int
     done: dict[str, Prefilled] = field(default_factory=dict)
     order: dict[str, int] = field(default_factory=dict)
+    evicted: dict[str, Counter[str]] = field(default_factory=dict)  # before it
     plain_ms: float = float("nan")
 
 
@@ -72,8 +73,8 @@ class Harness:
     ) -> None:
         if lm.hooked:
             raise KvsemError(f"{lm.name} runs exact only, nothing to compare: {lm.hooked}")
-        if len(exact.store) or exact.admit != "none":
-            raise KvsemError("exact must start empty and publish nothing")
+        if exact.memory.pool.n_blocks or exact.reuse or exact.admit != "none":
+            raise KvsemError("exact must start empty, reuse nothing and publish nothing")
         self.lm, self.metrics, self.baselines = lm, metrics, baselines
         self.observer = Observer(lm)
         self.settings = dict(settings or {})
@@ -84,13 +85,14 @@ class Harness:
     def check(self, request: Request) -> None:
         """Raise `KvsemError` where ``request`` is empty, or too long to be answered and scored."""
         room = max(self.observer.room(request), request.max_new_tokens)
-        self.exact[0].engine.check(replace(request, max_new_tokens=room))
+        for arm in (self.exact[0], *self.arms):
+            arm.engine.check(replace(request.without(arm.drop), max_new_tokens=room))
 
     def warm_up(self, request: Request) -> None:
         """One unscored prefill per arm, and of the plain forward; nothing is admitted."""
         self.lm.plain(render(self.lm.tokenizer, request).ids)
         for arm in (*self.exact, *self.arms):
-            arm.engine.prefill(request.without(arm.drop), room=STEPS)
+            arm.engine.drop(arm.engine.prefill(request.without(arm.drop), room=STEPS))
 
     def run(self, requests: Sequence[Request]) -> Iterator[list[Row]]:
         """The rows of one request after another; arms admit what their engine admits."""
@@ -116,6 +118,7 @@ class Harness:
             start = time.perf_counter()
             arm.engine.leave(trial.done.pop(arm.name))
             row["cost/store_ms"] = (time.perf_counter() - start) * 1e3
+            row["memory/evicted"] = dict(arm.engine.memory.evictions - trial.evicted[arm.name])
             rows.append(self._stamped(row, request, arm))
         return rows
 
@@ -154,6 +157,7 @@ class Harness:
 
     def _time(self, arm: Arm, trial: _Trial) -> None:
         request = trial.request.without(arm.drop)
+        trial.evicted[arm.name] = arm.engine.memory.evictions
         done = arm.engine.prefill(request, room=self.observer.room(request))
         if arm.name in EXACT and (done.plan.provenance != Provenance.NEW).any():
             raise KvsemError("exact reused KV: its cache was not empty")
@@ -178,7 +182,7 @@ class Harness:
             row["cost/plain_ms"] = trial.plain_ms
             row["cost/exact_over_plain"] = row["cost/ttft_ms"] / trial.plain_ms
             rows.append(row)
-            trial.done.pop(arm.name)
+            arm.engine.drop(trial.done.pop(arm.name))
         return Baseline(exact[0], tuple(rows), ttft)
 
     # -- rows -----------------------------------------------------------------------------------
@@ -204,7 +208,8 @@ class Harness:
             row |= metric.compare(exact, observation)
         row["kv_error_rel_per_layer"] = per_layer(exact, observation) or None
         row["first_divergence"] = _first_divergence(exact, observation)
-        return row | self._costs(done, baseline, trial, decode_ms) | _reuse(done)
+        row |= self._costs(done, baseline, trial, decode_ms) | _reuse(done)
+        return row | {f"memory/{name}": value for name, value in done.gauges.items()}
 
     def _costs(
         self, done: Prefilled, baseline: Baseline, trial: _Trial, decode_ms: float
@@ -248,9 +253,12 @@ def _reuse(done: Prefilled) -> Row:
     matched = sum(counts.values()) - counts["new"]
     row: Row = {f"reuse/{name}_tokens": count for name, count in counts.items()}
     row["reuse/matched_tokens"] = matched
+    row["reuse/cacheable_tokens"] = done.plan.n_cacheable
+    row["reuse/hit"] = int(matched > 0)
     row["reuse/hit_rate"] = matched / done.plan.n_cacheable if done.plan.n_cacheable else 0.0
     pairs = zip(done.plan.chunks, done.plan.matches, strict=True)
     exact = [chunk for chunk, match in pairs if match.kind == "prefix" and chunk.kind != "system"]
     row["reuse/prefix_chunks"] = len(exact)
     row["reuse/refused"] = dict(Counter(done.plan.refused))
+    row["reuse/missed"] = done.plan.missed()
     return row

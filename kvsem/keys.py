@@ -40,18 +40,30 @@ def digest(kind: str, **fields: Field) -> str:
     return sha.hexdigest()
 
 
-def _ids(ids: np.ndarray) -> bytes:
+def token_bytes(ids: np.ndarray) -> bytes:
+    """Token ids as little-endian int64."""
     return np.ascontiguousarray(ids, dtype="<i8").tobytes()
 
 
 def content_key(namespace: str, text: str, inner_ids: np.ndarray) -> str:
     """Key of a chunk's content: its text and the token ids that do not touch its edges."""
-    return digest("content", namespace=namespace, text=text, ids=_ids(inner_ids))
+    return digest("content", namespace=namespace, text=text, ids=token_bytes(inner_ids))
 
 
 def chain_key(namespace: str, ids: np.ndarray) -> str:
     """Key of a whole token prefix ``ids`` (int64 ``[tokens]``)."""
-    return digest("chain", namespace=namespace, ids=_ids(ids))
+    return digest("chain", namespace=namespace, ids=token_bytes(ids))
+
+
+def chain_root(namespace: str) -> bytes:
+    """The key that the first page of every prompt in ``namespace`` continues: 32 bytes."""
+    return hashlib.sha256(_frame("pages") + _frame(namespace)).digest()
+
+
+def page_key(parent: bytes, content: bytes) -> bytes:
+    """Key of a page: 32 bytes over the key of the page ahead of it (of fixed length, so that the
+    two cannot run into each other) and its own token ids, int64."""
+    return hashlib.sha256(parent + content).digest()
 
 
 def entry_id(key: str) -> int:

@@ -25,7 +25,7 @@ from transformers.masking_utils import sdpa_mask
 
 from kvsem import fingerprint, rope
 from kvsem.errors import KvsemError, ModelError, SettingError, one_line
-from kvsem.forward import Forward, KVBuffer, LayerShape, multiplications
+from kvsem.forward import KV, Forward, KVBuffer, LayerShape, Step, multiplications
 
 ATTENTION = "kvsem"  # name of our attention function in transformers' registry
 NARROWED = {"position_ids": -1, "position_embeddings": -2}  # layer inputs with a token axis
@@ -33,33 +33,29 @@ NARROWED = {"position_ids": -1, "position_embeddings": -2}  # layer inputs with 
 Select = Callable[[int], torch.Tensor]  # layer -> bool [n_tokens] on the CPU
 
 
-_ACTIVE: ContextVar[Forward | None] = ContextVar("kvsem_forward", default=None)
+_ACTIVE: ContextVar[Forward | Step | None] = ContextVar("kvsem_forward", default=None)
 
 
-class _ScatterLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """Writes computed rows at their absolute positions; returns all keys of the forward."""
+class _KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """Hands K and V to the forward in flight; keeps nothing itself."""
 
-    def __init__(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def __init__(self, layer: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.layer, self.keys, self.values, self.is_initialized = layer, keys, values, True
+        self.layer, self.is_initialized = layer, True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Buffers exist from the start."""
+        """There is nothing to make."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         forward = _ACTIVE.get()
         assert forward is not None
-        assert self.keys is not None
-        assert self.values is not None
         forward.layer = self.layer
-        forward.write(self.keys, self.values, key_states, value_states)
-        return self.keys[:, :, : forward.n_keys], self.values[:, :, : forward.n_keys]
+        return forward.put(key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        forward = _ACTIVE.get()
-        return (forward.n_keys if forward else query_length), 0
+        return query_length, 0
 
     def get_seq_length(self) -> int:
         return 0
@@ -68,12 +64,8 @@ class _ScatterLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return -1
 
 
-class _ProbeLayer(_ScatterLayer):  # type: ignore[no-untyped-call]
+class _ProbeLayer(_KVLayer):  # type: ignore[no-untyped-call]
     """Hands K and V through and keeps them: the first look at a model's shapes."""
-
-    def __init__(self, layer: int) -> None:
-        CacheLayerMixin.__init__(self)  # type: ignore[no-untyped-call]
-        self.layer, self.is_initialized = layer, True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -106,21 +98,15 @@ def attention(
         if kwargs.get(unknown) is not None:
             raise ModelError(f"attention with {unknown} is not supported")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    if forward.probing:
-        forward.shapes[forward.layer] = LayerShape(
-            query.shape[1], key.shape[1], key.shape[-1], value.shape[-1], sliding_window
-        )
-    if forward.capture is not None:
-        forward.capture.append(forward.attention_of_rows(query, key, sliding_window, scale))
     out = forward.attend(query, key, value, sliding_window, scale)
     return out.transpose(1, 2).contiguous(), None
 
 
 @contextmanager
-def _active(forward: Forward) -> Iterator[Forward]:
+def _active(forward: Forward | Step) -> Iterator[None]:
     token = _ACTIVE.set(forward)
     try:
-        yield forward
+        yield
     finally:
         _ACTIVE.reset(token)
 
@@ -166,7 +152,7 @@ class LM:
             self.shapes = self._probe()
         except (KvsemError, RuntimeError, TypeError, ValueError, AssertionError, KeyError) as error:
             self.switch_off(one_line(error))
-        self._namespace = ""
+        self._fingerprint = fingerprint.Fingerprint(model, tokenizer)
 
     def switch_off(self, reason: str) -> None:
         """Give the model back to plain transformers: selective prefill does not work on it."""
@@ -188,11 +174,16 @@ class LM:
         """The model's context in tokens."""
         return int(getattr(self.config, "max_position_embeddings", None) or 1 << 30)
 
-    def namespace(self, tenant: str = "") -> str:
-        """Key of everything that makes KV of this model (and tenant) what it is."""
-        if not self._namespace:
-            self._namespace = fingerprint.namespace(self.model, self.tokenizer)
-        return fingerprint.of_tenant(self._namespace, tenant)
+    def namespace(self, tenant: str = "", salt: str = "") -> str:
+        """Key of everything that makes KV of this model (and tenant) what it is now.
+
+        Changed weights and switched adapters give another one. ``salt``: from configuration.
+        """
+        return fingerprint.of_tenant(self._fingerprint.current(), tenant, salt)
+
+    def weights_changed(self) -> None:
+        """Say so where `namespace` cannot see it: a few elements written through ``.data``."""
+        self._fingerprint.forget()
 
     def _find_layers(self) -> torch.nn.ModuleList:
         for module in self.model.modules():
@@ -231,19 +222,30 @@ class LM:
         values = [layer.values for layer in layers if layer.values is not None]
         return tuple(k[0] for k in keys), tuple(v[0] for v in values)
 
-    def multiplications(self, computed: np.ndarray) -> int:
+    def multiplications(self, computed: np.ndarray, n_logits: int = 1) -> int:
         """Multiplications of one forward over ``computed`` (bool ``[layers, n_tokens]``).
 
         Linear layers per computed token, each causal (and windowed) query-key pair once for
-        scores and once for values, lm_head for one row. Norms, softmax and moving keys, all
-        below 1 %, are not counted.
+        scores and once for values, lm_head for ``n_logits`` rows. Norms, softmax and moving keys,
+        all below 1 %, are not counted.
         """
-        weights = [
+        head = int(self.model.get_output_embeddings().weight.numel())
+        return n_logits * head + multiplications(self.shapes, self._linear_weights, computed)
+
+    @property
+    def _linear_weights(self) -> list[int]:
+        """Weights of the linear modules, by layer."""
+        return [
             sum(m.weight.numel() for m in layer.modules() if isinstance(m, torch.nn.Linear))
             for layer in self.layers
         ]
-        head = int(self.model.get_output_embeddings().weight.numel())
-        return head + multiplications(self.shapes, weights, computed)
+
+    def cost_of(self, start: int, end: int) -> float:
+        """Multiplications that computing tokens ``[start, end)`` of a prompt takes, without the
+        head."""
+        seen = (end * (end + 1) - start * (start + 1)) / 2
+        per_pair = sum(s.query_heads * (s.key_dim + s.value_dim) for s in self.shapes)
+        return (end - start) * sum(self._linear_weights) + seen * per_pair
 
     # -- buffers ------------------------------------------------------------------------------
 
@@ -264,25 +266,29 @@ class LM:
         at = torch.tensor(list(deltas), dtype=torch.long, device=self.device)
         return {t: rope.angles(self.rotary, at, t) for t in dict.fromkeys(self.layer_types)}
 
-    def to_cache(self, kv: KVBuffer) -> DynamicCache:
+    def to_cache(self, kv: KV) -> DynamicCache:
         """A transformers cache with copies of the valid tokens, for ``model.generate(ids, …)``.
 
         Sliding layers keep their full length. The cache must stay shorter than the prompt.
         """
         cache = DynamicCache()
-        for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
-            cache.update(keys[:, :, : kv.length].clone(), values[:, :, : kv.length].clone(), layer)
+        for layer in range(self.n_layers):
+            keys, values = kv.read(layer, kv.length)
+            cache.update(keys.clone(), values.clone(), layer)
         if cache.get_seq_length() != kv.length:
             raise ModelError(f"cache reports {cache.get_seq_length()} of {kv.length} tokens")
         return cache
 
     # -- forwards -------------------------------------------------------------------------------
 
+    def _cache(self) -> Cache:
+        return Cache(layers=[_KVLayer(i) for i in range(self.n_layers)])
+
     def _forward(self, n_keys: int, at: torch.Tensor, **more: Any) -> Forward:
         return Forward(n_keys, at, self.n_layers, self.device, **more)
 
     def _run(
-        self, forward: Forward, ids: np.ndarray, cache: Cache, keep: int = 1, offset: int = 0
+        self, forward: Forward | Step, ids: np.ndarray, cache: Cache, keep: int = 1, offset: int = 0
     ) -> torch.Tensor:
         """``ids``: of the rows at layer 0, which stand at their positions plus ``offset``."""
         ignored = torch.zeros(1, 1, 1, 1, device=self.device)  # a 4D mask passes untouched
@@ -297,15 +303,8 @@ class LM:
             )
         return out.logits[0].float()  # type: ignore[no-any-return]
 
-    def _scatter(self, kv: KVBuffer) -> Cache:
-        pairs = zip(kv.keys, kv.values, strict=True)
-        layers: list[Any] = [_ScatterLayer(i, k, v) for i, (k, v) in enumerate(pairs)]
-        return Cache(layers=layers)
-
     @torch.no_grad()
-    def prefill(
-        self, ids: np.ndarray, kv: KVBuffer, select: Select
-    ) -> tuple[torch.Tensor, np.ndarray]:
+    def prefill(self, ids: np.ndarray, kv: KV, select: Select) -> tuple[torch.Tensor, np.ndarray]:
         """Compute the selected tokens of the whole prompt ``ids`` over what ``kv`` already holds.
 
         ``select(layer)`` is asked before each layer, in order, and gives the tokens computed
@@ -314,9 +313,9 @@ class LM:
         """
         n = len(ids)
         self._check_length(n, kv)
-        forward = self._forward(n, _chosen(select, 0, n).nonzero()[:, 0])
+        forward = self._forward(n, _chosen(select, 0, n).nonzero()[:, 0], kv=kv)
         with self._narrowing(select):
-            logits = self._run(forward, ids[forward.at.numpy()], self._scatter(kv))[-1]
+            logits = self._run(forward, ids[forward.at.numpy()], self._cache())[-1]
         kv.length = n
         return logits, forward.computed
 
@@ -327,7 +326,7 @@ class LM:
         def hook(layer: int) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
             def narrow(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 forward = _ACTIVE.get()
-                assert forward is not None
+                assert isinstance(forward, Forward)
                 index = forward.narrow(_chosen(select, layer, forward.n_keys))
                 hidden = args[0] if index is None else args[0].index_select(-2, index)
                 named = dict(zip(names[1:], args[1:], strict=False)) | kwargs
@@ -350,30 +349,42 @@ class LM:
                 handle.remove()
 
     @torch.no_grad()
-    def extend(self, ids: Sequence[int], kv: KVBuffer) -> torch.Tensor:
+    def extend(self, ids: Sequence[int], kv: KV) -> torch.Tensor:
         """Append ``ids`` behind the valid tokens; fp32 logits ``[len(ids), vocab]``, one per id."""
         n, m = kv.length, len(ids)
         self._check_length(n + m, kv)
-        forward = self._forward(n + m, torch.arange(n, n + m))
-        logits = self._run(forward, np.asarray(ids, dtype=np.int64), self._scatter(kv), keep=m)
+        forward = self._forward(n + m, torch.arange(n, n + m), kv=kv)
+        logits = self._run(forward, np.asarray(ids, dtype=np.int64), self._cache(), keep=m)
         kv.length = n + m
         return logits
 
     @torch.no_grad()
-    def question_attention(self, ids: np.ndarray, kv: KVBuffer, rows: np.ndarray) -> torch.Tensor:
+    def question_attention(self, ids: np.ndarray, kv: KV, rows: np.ndarray) -> torch.Tensor:
         """How much the tokens at ``rows`` look at each token of the assembled cache.
 
         They run once over ``kv`` (which must hold every other token); attention weights, mean
         over heads and rows: fp32 ``[layers, n]`` on the CPU.
         """
         self._check_length(len(ids), kv)
-        forward = self._forward(len(ids), torch.from_numpy(rows), capture=[])
-        self._run(forward, ids[rows], self._scatter(kv))
+        forward = self._forward(len(ids), torch.from_numpy(rows), kv=kv, capture=[])
+        self._run(forward, ids[rows], self._cache())
         assert forward.capture is not None
         return torch.stack(forward.capture).cpu()
 
+    @torch.no_grad()
+    def step(self, ids: Sequence[int], kvs: Sequence[KV]) -> torch.Tensor:
+        """One token behind the valid ones of each of several KVs, in one forward; fp32 logits
+        ``[len(kvs), vocab]``."""
+        for kv in kvs:
+            self._check_length(kv.length + 1, kv)
+        step = Step(kvs, self.device)
+        logits = self._run(step, np.asarray(ids, dtype=np.int64), self._cache(), keep=len(kvs))
+        for kv in kvs:
+            kv.length += 1
+        return logits
+
     def decode(
-        self, first: int, kv: KVBuffer, steps: int, stop: frozenset[int] = frozenset()
+        self, first: int, kv: KV, steps: int, stop: frozenset[int] = frozenset()
     ) -> list[int]:
         """Greedy tokens, ``first`` included, up to ``steps`` of them or a token in ``stop``."""
         tokens = [first]
@@ -424,7 +435,7 @@ class LM:
                 f"{what} has {n} tokens{more}, more than the model's context of {self.max_tokens}"
             )
 
-    def _check_length(self, n: int, kv: KVBuffer) -> None:
+    def _check_length(self, n: int, kv: KV) -> None:
         if self.hooked:
             raise ModelError(self.hooked)
         self.check_prompt(n)

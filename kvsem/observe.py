@@ -46,9 +46,10 @@ class Observer:
         logits = torch.cat([done.logits[None], followed]).cpu()
         done.kv.truncate_to(n)
         nll = self._answer_nll(done)
-        at = torch.from_numpy(sampled(done.prompt)).to(done.kv.keys[0].device)
-        keys = tuple(k[0].index_select(1, at).float().cpu() for k in done.kv.keys)
-        values = tuple(v[0].index_select(1, at).float().cpu() for v in done.kv.values)
+        at = torch.from_numpy(sampled(done.prompt)).to(self.lm.device)
+        read = [done.kv.read(layer, n) for layer in range(self.lm.n_layers)]
+        keys = tuple(k[0].index_select(1, at).float().cpu() for k, _ in read)
+        values = tuple(v[0].index_select(1, at).float().cpu() for _, v in read)
         text = self._text(greedy)
         seen = Observation(logits, greedy, text, done.request.answers, nll, keys, values)
         return seen, decode_ms

@@ -16,13 +16,16 @@ from kvsem.memory.vectors import ChunkVectors
 from kvsem.prompt import Piece, Prompt, chunks_of
 from kvsem.types import CACHEABLE, Chunk, ChunkKV, Match, Provenance, ReusePlan, Run
 
+KINDS_OF_REUSE = frozenset({"prefix", "segment", "chunk", "semantic"})
+
 
 @dataclass
 class Planner:
     """Looks chunks up and lays their KV out over the prompt; touches no model.
 
     ``moved`` is empty where chunks may be moved, and otherwise says why not: then only exact
-    prefix is reused. ``off`` is empty too, or says why nothing is reused at all.
+    prefix is reused. ``off`` is empty too, or says why nothing is reused at all. ``reuse``: what
+    may be reused, of prefix, segment, chunk and semantic (see `kvsem.engine.Engine`).
     """
 
     chunker: Chunker
@@ -34,14 +37,19 @@ class Planner:
     moved: str = ""
     n_candidates: int = 4
     off: str = ""
+    reuse: frozenset[str] = KINDS_OF_REUSE
 
-    def plan(self, prompt: Prompt) -> ReusePlan:
-        """The plan of one prompt; at least its last token is left to compute."""
+    def plan(self, prompt: Prompt, n_paged: int = 0, miss: str = "") -> ReusePlan:
+        """The plan of one prompt whose first ``n_paged`` tokens come from prefix pages, which end
+        there because of ``miss``; at least the last token is left to compute."""
         chunks = [chunk for piece in prompt.pieces for chunk in self.chunks(prompt, piece)]
-        layout = _Layout(len(prompt.ids), prompt.ids, self.namespace, self.moved)
-        similar = self._candidates([c for c in chunks if c.kind != "system" and self._unknown(c)])
+        layout = _Layout(len(prompt.ids), prompt.ids, self.namespace, self._unmoved, n_paged, miss)
+        open_ = [c for c in chunks if c.kind != "system" and c.end > n_paged]
+        similar = self._candidates([c for c in open_ if self.store.get(c.key) is None])
         for chunk in chunks:
-            if similar.get(chunk.key):
+            if chunk.end <= n_paged:
+                layout.matches.append(Match("prefix"))
+            elif similar.get(chunk.key):
                 layout.place(chunk, *self._similar(chunk, similar[chunk.key], layout))
             else:
                 layout.place(chunk, *self._identical(chunk))
@@ -57,12 +65,14 @@ class Planner:
             return [Chunk("system", piece.text, 0, piece.end, ids, (0, len(ids)), key)]
         return chunks_of(prompt, piece, self.chunker.split(piece.text), self.namespace)
 
-    def _unknown(self, chunk: Chunk) -> bool:
-        return self.store.get(chunk.key) is None
+    @property
+    def _unmoved(self) -> str:
+        """Why no chunk is moved; empty where they may be."""
+        return self.moved if "chunk" in self.reuse else "chunks are not reused by this arm"
 
     def _candidates(self, chunks: Sequence[Chunk]) -> dict[str, list[tuple[ChunkKV, float]]]:
         """Similar entries of the chunks that nothing identical covers, best first."""
-        if self.moved or self.off:
+        if self._unmoved or self.off or "semantic" not in self.reuse:
             return {}
         texts = [chunk.text for chunk in chunks]
         found: dict[str, list[tuple[ChunkKV, float]]] = {}
@@ -75,9 +85,10 @@ class Planner:
     def _identical(self, chunk: Chunk) -> tuple[ChunkKV | None, np.ndarray, Match]:
         if self.off:
             return None, _nothing(chunk), Match("none", reason=self.off)
-        entry = self.store.get(chunk.key)
+        entry = self.store.get(chunk.key) if self.reuse & {"segment", "chunk"} else None
         if entry is None:
-            return None, _nothing(chunk), Match("none", reason="unknown")
+            gone = self.store.was_evicted(chunk.key)
+            return None, _nothing(chunk), Match("none", reason="evicted" if gone else "unknown")
         source = _same_content(chunk, entry)
         if source is None:
             return None, _nothing(chunk), Match("none", entry.key, reason="ids_differ")
@@ -124,45 +135,52 @@ def _same_content(chunk: Chunk, entry: ChunkKV) -> np.ndarray | None:
 
 @dataclass
 class _Layout:
-    """The plan under work. Tokens before ``frontier`` are exact prefix."""
+    """The plan under work. Tokens before ``exact`` are prefix, or computed behind nothing but
+    prefix: what was computed behind the same tokens is exact there."""
 
     n: int
     ids: np.ndarray
     namespace: str
-    moved: str
-    frontier: int = 0
+    unmoved: str
+    n_paged: int = 0
+    miss: str = ""
     matches: list[Match] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.provenance = np.zeros(self.n, dtype=np.int8)
+        self.provenance[: self.n_paged] = Provenance.PREFIX
+        self.exact = self.n
 
     def place(self, chunk: Chunk, entry: ChunkKV | None, source: np.ndarray, match: Match) -> None:
-        """Lay one chunk's sources out; what continues the exact prefix is prefix."""
-        if entry is None:
-            self.matches.append(match)
-            return
-        exact = self._exact_tokens(chunk, entry)
+        """Lay one chunk's sources out, from where the prefix pages end; what was computed behind
+        these very tokens is prefix too."""
+        paged = min(max(self.n_paged - chunk.start, 0), len(source))
+        exact = self._exact_tokens(chunk, entry) if entry else 0
         source[:exact] = np.arange(exact)
-        kinds = np.full(len(source), Provenance[match.kind.upper()], dtype=np.int8)
+        source[:paged] = -1
+        kinds = np.full(len(source), Provenance[match.kind.upper()] if entry else 0, dtype=np.int8)
         kinds[:exact] = Provenance.PREFIX
-        if self.moved and exact < len(source):
-            source[exact:] = -1
-            self.refused.append(self.moved)
-            match = replace(match, kind="prefix" if exact else "none", reason=self.moved)
-        elif exact == len(source):
-            match = replace(match, kind="prefix")
+        if entry and self.unmoved and max(paged, exact) < len(source):
+            source[max(paged, exact) :] = -1
+            self.refused.append(self.unmoved)
+            match = replace(match, kind="none", reason=self.unmoved)
         kinds[source < 0] = Provenance.NEW
+        kinds[:paged] = Provenance.PREFIX
+        if (kinds == Provenance.PREFIX).all() or (entry and self.unmoved and exact > paged):
+            match = replace(match, kind="prefix")
         self.provenance[chunk.start : chunk.end] = kinds
-        if exact:
-            self.frontier = chunk.start + exact
-        self.runs += _runs(entry.key, source, chunk.start)
+        approximate = np.flatnonzero(kinds > Provenance.PREFIX)
+        if len(approximate):
+            self.exact = min(self.exact, chunk.start + int(approximate[0]))
+        if entry:
+            self.runs += _runs(entry.key, source, chunk.start)
         self.matches.append(match)
 
     def _exact_tokens(self, chunk: Chunk, entry: ChunkKV) -> int:
         """Leading tokens of the chunk whose stored KV was computed behind these very tokens."""
-        if self.frontier != chunk.start or entry.position != chunk.start or entry.depth > 0:
+        if self.exact < chunk.start or entry.position != chunk.start or entry.depth > 0:
             return 0
         if entry.context_key != chain_key(self.namespace, self.ids[: chunk.start]):
             return 0
@@ -183,6 +201,8 @@ class _Layout:
             tuple(self.runs),
             n_cacheable,
             tuple(self.refused),
+            self.n_paged,
+            self.miss,
         )
 
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from kvsem.plots import FIGURES, svg
 from kvsem.results import RunData, RunDir, load_run, write_atomic
-from kvsem.summary import BASELINES, CONTROLS, REFUSED
+from kvsem.summary import BASELINES, CONTROLS
 
 NLL = "quality/answer_nll_nats"
 FEW_DOCUMENTS = 10
@@ -57,6 +57,18 @@ EXPLAINED = {
     "random": "recomputes tokens drawn at random: what a choice of tokens has to beat.",
     "prefix": "reuses exact prefix pages only.",
 }
+COUNTS = {
+    "reuse/refused": ("Refused candidates", "No candidate was refused."),
+    "reuse/missed": ("What was not found, and why", "Everything was found."),
+    "memory/evicted": ("Evictions", "Nothing was evicted."),
+}
+GAUGES = (
+    "memory/pages_free",
+    "memory/pages_active",
+    "memory/pages_cached",
+    "memory/utilisation",
+    "memory/pool_utilisation",
+)
 CAPTIONS = {
     "quality_against_cost": "Distance from exact against cost, counted (left) and timed (right).",
     "kl_per_request": "The same requests under every arm, in the order of their means.",
@@ -115,7 +127,7 @@ def _digits(value: float, digits: int) -> str:
 
 def _n(summary: Mapping[str, Any], arm: str) -> int:
     """Requests of the arm: the most that any of its means covers."""
-    estimates = (e for key, e in summary["arms"][arm].items() if key != REFUSED)
+    estimates = (e for key, e in summary["arms"][arm].items() if "n" in e)
     return max((int(e["n"]) for e in estimates), default=0)
 
 
@@ -148,7 +160,8 @@ def _content(run: RunData) -> dict[str, Any]:
         "mixed": list(settings.get("mixed", {}).items()),
         "equal": list(settings.get("equal", {}).items()),
         "support": list(summary["support"].items()),
-        **_refused(summary),
+        "memory": _memory(summary),
+        "counts": [_counts(summary, key, *texts) for key, texts in COUNTS.items()],
         "gaps": list(_gaps(status)),
         "env": list(_flat(run.env)),
         "config": list(_flat(run.config)),
@@ -225,11 +238,27 @@ def inline(text: str, label: str) -> str:
     return text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
 
 
-def _refused(summary: Mapping[str, Any]) -> dict[str, Any]:
-    by_arm = {arm: keys[REFUSED] for arm, keys in summary["arms"].items() if keys.get(REFUSED)}
+def _counts(summary: Mapping[str, Any], key: str, title: str, none: str) -> dict[str, Any]:
+    """Counts by reason, a row each, of the arms that have any."""
+    by_arm = {arm: keys[key] for arm, keys in summary["arms"].items() if keys.get(key)}
     reasons = sorted({reason for counts in by_arm.values() for reason in counts})
     rows = [(r, {arm: counts.get(r, 0) for arm, counts in by_arm.items()}) for r in reasons]
-    return {"refused": rows, "refusing": list(by_arm)}
+    return {"title": title, "none": none, "arms": list(by_arm), "rows": rows}
+
+
+def _memory(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Hit rates and the state of the pool, a row each, of the arms that reuse."""
+    hits = {a: h for a, h in summary.get("memory", {}).items() if a not in BASELINES}
+    rates = list(dict.fromkeys(name for found in hits.values() for name in found))
+    rows = [
+        (name.replace("_", " ").replace("/", ": "), {a: h[name] for a, h in hits.items()})
+        for name in rates
+    ]
+    for key in GAUGES:
+        means = {a: summary["arms"][a][key]["mean"] for a in hits if key in summary["arms"][a]}
+        if means:
+            rows.append((key.removeprefix("memory/").replace("_", " "), means))
+    return {"arms": list(hits), "rows": rows}
 
 
 def _gaps(status: Mapping[str, Any]) -> Iterator[tuple[str, str, int, int]]:

@@ -21,7 +21,6 @@ Floats = npt.NDArray[np.float64]
 EXACT_ONLY = ("cost/plain_ms", "cost/exact_over_plain")  # no other arm has them
 BASELINES = ("exact", "exact_again")
 CONTROLS = ("zero_kv", "random_kv", "filler_kv", "substitute", "no_context")
-REFUSED = "reuse/refused"
 BUILD = "cost/build_ms"
 RESAMPLES = 10_000
 SEED = 0
@@ -44,11 +43,12 @@ def summarise(
     for arm, value in build_ms.items():
         if arm in arms and math.isfinite(value):
             arms[arm][BUILD] = {"mean": value, "median": value, "low": value, "high": value, "n": 1}
-    for arm, reasons in _refused(rows).items():
-        arms[arm][REFUSED] = reasons
+    for arm, counted in _counted(rows).items():
+        arms[arm].update(counted)
     return {
         "arms": arms,
         "pairs": _pairs(table),
+        "memory": {arm: _hits([r for r in rows if r["arm"] == arm]) for arm in table.arms},
         "support": dict(support),
         "status": {**status, **table.gaps(), "settings": comparable(rows)},
     }
@@ -201,11 +201,25 @@ def _negated(estimate: dict[str, Any]) -> dict[str, Any]:
     return {"mean": mean, "low": low, "high": high, "n": estimate["n"]}
 
 
-def _refused(rows: Iterable[Row]) -> dict[str, dict[str, int]]:
-    totals: dict[str, Counter[str]] = defaultdict(Counter)
+def _counted(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, int]]]:
+    """{arm: {key: totals}} of the keys that hold counts by reason (``reuse/refused`` …)."""
+    totals: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     for row in rows:
-        totals[row["arm"]].update(row.get(REFUSED) or {})
-    return {arm: dict(counts) for arm, counts in totals.items()}
+        for key, value in row.items():
+            if "/" in key and isinstance(value, Mapping):
+                totals[row["arm"]][key].update(value)
+    return {a: {key: dict(c) for key, c in counted.items()} for a, counted in totals.items()}
+
+
+def _hits(rows: Sequence[Row]) -> dict[str, float]:
+    """Hit rates over all requests of an arm: by requests, by tokens, and these by provenance."""
+    cacheable = sum(row.get("reuse/cacheable_tokens", 0) for row in rows)
+    found = {"hit_rate_by_requests": sum(row.get("reuse/hit", 0) for row in rows) / len(rows)}
+    for name in ("matched", "prefix", "chunk", "semantic", "recomputed"):
+        tokens = sum(row.get(f"reuse/{name}_tokens", 0) for row in rows)
+        rate = "hit_rate_by_tokens" if name == "matched" else f"hit_rate_by_tokens/{name}"
+        found[rate] = tokens / cacheable if cacheable else 0.0
+    return found
 
 
 def cluster(request: str, group: str | None) -> str:

@@ -108,6 +108,8 @@ def scalars(summary: Mapping[str, Any]) -> dict[str, float]:
             for part, value in entry.items():
                 name = f"{arm}/{key}" if part == "mean" else f"{arm}/{key}/{part}"
                 flat[name] = value
+    for arm, rates in summary.get("memory", {}).items():
+        flat |= {f"{arm}/memory/{name}": rate for name, rate in rates.items()}
     return flat
 
 

@@ -6,7 +6,7 @@ and masks are arrays of length ``n``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal
@@ -67,7 +67,8 @@ class Request:
     """What a user asks. Either ``messages`` (the chat template is applied) or a plain ``text``.
 
     ``donors`` are ingested on this request's behalf before it is asked. ``group`` names the
-    document that several records share (bootstrap intervals are clustered by it).
+    document that several records share (bootstrap intervals are clustered by it). With
+    ``prompt_logprobs`` every token is computed, so that each has its log probability.
     """
 
     id: str
@@ -76,6 +77,7 @@ class Request:
     answers: tuple[str, ...] = ()
     max_new_tokens: int = 16
     tenant: str = ""
+    prompt_logprobs: bool = False
     donors: tuple[str, ...] = ()
     group: str | None = None
 
@@ -160,9 +162,11 @@ class Chunk:
 class ChunkKV:
     """A stored chunk: keys (rotated at ``position``…) and values, one tensor per layer.
 
-    ``keys[l]`` and ``values[l]``: ``[kv_heads, tokens, head_dim]``, contiguous, never written
-    again. ``context`` names how the donor stood, ``context_key`` is the chain key of every token
-    ahead of it, ``depth`` counts the approximations its own KV was computed on (0 = exact).
+    ``keys[l]`` and ``values[l]``: ``[kv_heads, tokens, head_dim]``, never written again; of a
+    stored entry they are read from the pool's pages when asked for, and raise `KvsemError` once
+    it is evicted. ``context`` names how the donor stood, ``context_key`` is the chain key of
+    every token ahead of it, ``depth`` counts the approximations its own KV was computed on
+    (0 = exact).
     """
 
     key: str
@@ -174,8 +178,8 @@ class ChunkKV:
     context: str
     context_key: str
     depth: int
-    keys: tuple[torch.Tensor, ...] = field(repr=False)
-    values: tuple[torch.Tensor, ...] = field(repr=False)
+    keys: Sequence[torch.Tensor] = field(repr=False)
+    values: Sequence[torch.Tensor] = field(repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -213,6 +217,8 @@ class ReusePlan:
     runs: tuple[Run, ...]
     n_cacheable: int
     refused: tuple[str, ...] = ()  # one reason per refused candidate
+    n_paged: int = 0  # leading tokens that come from prefix pages
+    miss: str = ""  # why the prefix pages end there; empty where they cover all they may
 
     @property
     def matched(self) -> np.ndarray:
@@ -223,6 +229,13 @@ class ReusePlan:
     def reuse_ratio(self) -> float:
         """Share of the prompt's tokens that have a source."""
         return float(np.mean(self.provenance != Provenance.NEW))
+
+    def missed(self) -> dict[str, int]:
+        """Why KV was not found, counted: where the prefix pages end, and per chunk."""
+        reasons = [f"prefix: {self.miss}"] if self.miss else []
+        unmatched = (match for match in self.matches if match.kind == "none")
+        reasons += [f"chunk: {match.reason}" for match in unmatched]
+        return {reason: reasons.count(reason) for reason in dict.fromkeys(reasons)}
 
     def to_frame(self) -> pd.DataFrame:
         """One row per chunk: tokens, match, score, tokens reused, reason."""
@@ -275,6 +288,8 @@ class Output:
     provenance: np.ndarray  # int8 [n_tokens], after recomputation
     computed: np.ndarray  # bool [layers, n_tokens], what was really forwarded
     cost: Cost
+    memory: Mapping[str, float] = field(default_factory=dict)  # gauges after the prefill
+    prompt_logprobs: torch.Tensor | None = field(default=None, repr=False)  # fp32 [n_tokens - 1]
 
     @property
     def recomputed(self) -> np.ndarray:

@@ -22,9 +22,13 @@ from kvsem.aligners.edit import EditAligner
 from kvsem.chunkers.segment import SegmentChunker
 from kvsem.contexts.behind_system import BehindSystem
 from kvsem.engine import Engine
-from kvsem.forward import KVBuffer
+from kvsem.eviction.lru import LRU
+from kvsem.forward import KVBuffer, LayerShape
 from kvsem.gates.threshold import ThresholdGate
 from kvsem.lm import LM
+from kvsem.memory.pages import Pages
+from kvsem.memory.pool import BlockPool
+from kvsem.memory.store import ChunkStore
 from kvsem.recompute.none import NoRecompute
 from kvsem.selfcheck import check
 
@@ -163,6 +167,21 @@ def tiny_engine(lm: LM, **parts: Any) -> Engine:
         "context": BehindSystem(),
     }
     return Engine(lm, **default | parts)
+
+
+def tiny_store(
+    n_layers: int = 2,
+    kv_heads: int = 2,
+    head_dim: int = 4,
+    page_size: int = 4,
+    n_pages: int | None = None,
+    **more: Any,
+) -> ChunkStore:
+    """A store and its pool without a model."""
+    shapes = [LayerShape(kv_heads, kv_heads, head_dim, head_dim, None)] * n_layers
+    pages = Pages(shapes, page_size, n_pages or 0, torch.float32, torch.device("cpu"))
+    pool = BlockPool(n_pages, LRU(), page_size * pages.token_nbytes)
+    return ChunkStore(pool, pages, **more)
 
 
 def tokens(n: int, seed: int = 0) -> np.ndarray:

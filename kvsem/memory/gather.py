@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from kvsem import rope
-from kvsem.forward import KVBuffer
+from kvsem.forward import KV
 from kvsem.lm import LM
 from kvsem.types import ChunkKV, Run
 
 
-def gather(lm: LM, kv: KVBuffer, runs: Sequence[Run], entries: dict[str, ChunkKV]) -> None:
+def gather(lm: LM, kv: KV, runs: Sequence[Run], entries: Mapping[str, ChunkKV]) -> None:
     """Write the runs' keys (moved) and values into ``kv``; other tokens stay as they are.
 
     Runs that have not moved are copied bit for bit. Per layer the keys of all others are brought
-    together and rotated in one go, which uses every thread, into stretches of adjacent targets.
+    together and rotated in one go, which uses every thread.
     """
     moves = sorted(((run, entries[run.entry]) for run in runs), key=lambda m: m[0].target)
     still = [(run, entry) for run, entry in moves if _delta(run, entry) == 0]
     moved = [(run, entry) for run, entry in moves if _delta(run, entry) != 0]
     for run, entry in still:
-        here, there = _here(run), _there(run)
-        for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
-            keys[0, :, here] = entry.keys[layer][:, there]
-            values[0, :, here] = entry.values[layer][:, there]
+        for layer in range(lm.n_layers):
+            keys, values = (t[layer][None, :, _there(run)] for t in (entry.keys, entry.values))
+            kv.write(layer, _here(run), keys, values)
     if moved:
         _gather_moved(lm, kv, moved)
 
 
-def _gather_moved(lm: LM, kv: KVBuffer, moves: Sequence[tuple[Run, ChunkKV]]) -> None:
+def _gather_moved(lm: LM, kv: KV, moves: Sequence[tuple[Run, ChunkKV]]) -> None:
     deltas = [_delta(run, entry) for run, entry in moves]
     different = sorted(set(deltas))
     slots = torch.tensor([different.index(delta) for delta in deltas], device=lm.device)
@@ -41,13 +40,13 @@ def _gather_moved(lm: LM, kv: KVBuffer, moves: Sequence[tuple[Run, ChunkKV]]) ->
         for layer_type, (cos, sin) in lm.angles(different).items()
     }
     stretches = _stretches([run for run, _ in moves])
-    for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
+    for layer in range(lm.n_layers):
         cos, sin = angles[lm.layer_types[layer]]
-        k = torch.cat([entry.keys[layer][:, _there(run)] for run, entry in moves], dim=1)
+        keys = torch.cat([entry.keys[layer][:, _there(run)] for run, entry in moves], dim=1)
+        values = torch.cat([entry.values[layer][:, _there(run)] for run, entry in moves], dim=1)
+        keys = rope.shift(keys, cos, sin)
         for source, target in stretches:
-            rope.shift(k[:, source], cos[source], sin[source], out=keys[0, :, target])
-        for run, entry in moves:
-            values[0, :, _here(run)] = entry.values[layer][:, _there(run)]
+            kv.write(layer, target, keys[None, :, source], values[None, :, source])
 
 
 def _delta(run: Run, entry: ChunkKV) -> int:

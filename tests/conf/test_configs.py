@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.compose import arm_config, check, describe_part
 from kvsem.engine import Engine
 from kvsem.errors import SettingError
+from tests.tiny import tiny_lm
 
 CONF = Path(__file__).parents[2] / "conf"
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
@@ -78,14 +79,17 @@ def test_a_context_holds_for_every_arm() -> None:
 
 def test_the_engine_defaults_are_those_of_the_base_arm() -> None:
     arm = arm_config("none", compose("run"))
-    engine = Engine.__new__(Engine)
-    Engine.__init__(engine, lm=None)  # type: ignore[arg-type]
+    engine = Engine(tiny_lm("llama"))
     for part in ("chunker", "aligner", "gate", "recompute", "context"):
         made, default = instantiate(arm[part]), getattr(engine, part)
         assert type(made) is type(default)
         assert vars(made) == vars(default)
     assert engine.n_candidates == arm.n_candidates
     assert engine.admit == arm.admit
+    assert engine.reuse == {*arm.reuse, "segment"}  # which chunk includes
+    settings = engine.memory.settings
+    for name in ("page_size", "pool_tokens", "partial", "salt"):
+        assert getattr(settings, name) == arm.memory[name]
 
 
 @pytest.mark.parametrize(

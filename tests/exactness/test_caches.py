@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from kvsem.errors import KvsemError, SettingError
-from kvsem.forward import KVBuffer
+from kvsem.keys import chain_root
 from kvsem.lm import LM
+from kvsem.memory.pages import PagedKV
 from kvsem.recompute.none import NoRecompute
 from kvsem.types import Message, Request, Segment
 from tests.tiny import (
@@ -43,6 +44,15 @@ def stored_bytes(engine: Any) -> dict[str, str]:
         ).hexdigest()
         for entry in engine.store
     }
+
+
+def paged_bytes(engine: Any, ids: Any) -> list[bytes]:
+    """Of the prefix pages of ``ids``, tail included, by layer."""
+    root = chain_root(engine.lm.namespace())
+    matched = engine.memory.prefix.match(root, ids)
+    kv = PagedKV(engine.memory.pages, matched.held, matched.n_tokens)
+    assert kv.length == len(ids)
+    return [t.numpy().tobytes() for t in (*kv.keys, *kv.values)]
 
 
 @pytest.mark.parametrize("n", [0, 1, WINDOW + 1, N])
@@ -106,21 +116,35 @@ def test_three_answers_from_one_store_are_one_answer(lm: LM) -> None:
 
 
 def test_what_a_caller_does_to_its_kv_stays_with_it(llama: LM) -> None:
-    """Stored tensors share no memory with a request's buffers, at ingestion or admission."""
+    """A request can write neither stored chunks nor the prefix pages that it shares, and nothing
+    any more once it has left."""
     request = Request.rag("r", [prose(30)], "Why?", system=SYSTEM)
     engine = tiny_engine(llama)
     done = engine.prefill(request)
+    length = done.kv.length
     engine.leave(done)
-    before = stored_bytes(engine)
-    assert len(before) == 2
-    for tensor in (*done.kv.keys, *done.kv.values):
-        tensor.zero_()
+    with pytest.raises(KvsemError, match="given back"):
+        done.kv.read(0, 1)
+    with pytest.raises(KvsemError, match="given back"):
+        done.kv.cut(0, 1)
+    before, pages = stored_bytes(engine), paged_bytes(engine, done.prompt.ids)
+    assert len(before) == 1
     again = engine.prefill(request)
-    for tensor in (*again.kv.keys, *again.kv.values):
-        tensor.zero_()
+    n_shared = again.kv.n_shared
+    assert n_shared > 0
+    keys, values = (t[:, :, :1] * 0 for t in again.kv.read(0, 1))
+    for token in (0, n_shared - 1):
+        with pytest.raises(KvsemError, match="shared"):
+            again.kv.write(0, slice(token, token + 1), keys, values)
+        with pytest.raises(KvsemError, match="shared"):
+            again.kv.write(0, torch.tensor([token]), keys, values)
+    for layer in range(llama.n_layers):
+        for token in range(n_shared, length):
+            again.kv.write(layer, slice(token, token + 1), keys, values)
+    engine.drop(again)
     assert stored_bytes(engine) == before
-    for entry in engine.store:
-        assert all(t.is_contiguous() for t in (*entry.keys, *entry.values))
+    assert paged_bytes(engine, done.prompt.ids) == pages
+    assert all(t.is_contiguous() for t in (*engine.memory.pages.keys, *engine.memory.pages.values))
 
 
 @pytest.mark.parametrize("words", [1, 5, 6, 7, 12, 40])
@@ -206,13 +230,16 @@ def test_nothing_keeps_a_graph() -> None:
         engine.ingest([request])
         done = engine.prefill(request)
         output = engine.generate(request)
-        engine.leave(done)
     for entry in engine.store:
         assert not any(t.requires_grad for t in (*entry.keys, *entry.values))
         copy.deepcopy(entry)
     assert not output.logits.requires_grad
-    assert isinstance(copy.deepcopy(done.kv), KVBuffer)
+    for tensor in (*done.kv.keys, *done.kv.values, *engine.memory.pages.keys):
+        assert not tensor.requires_grad
+        copy.deepcopy(tensor)
     copy.deepcopy(lm.to_cache(done.kv))
+    with torch.enable_grad():
+        engine.leave(done)
 
 
 def test_question_pass_needs_room_too(llama: LM) -> None:

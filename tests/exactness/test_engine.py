@@ -24,9 +24,9 @@ from kvsem.engine import Engine
 from kvsem.errors import DataError, KvsemError, ModelError, SettingError
 from kvsem.gates.threshold import ThresholdGate
 from kvsem.index.flat import FlatIndex
-from kvsem.keys import chain_key
+from kvsem.keys import chain_key, chain_root
 from kvsem.lm import LM
-from kvsem.memory.store import ChunkStore
+from kvsem.memory.pages import PagedKV
 from kvsem.recompute.all import AllRecompute
 from kvsem.recompute.base import Needs, State
 from kvsem.recompute.cacheblend import CacheBlendRecompute
@@ -91,13 +91,13 @@ def test_short_chunks_and_small_ratios(llama: LM, name: str, words: int) -> None
     """At least one token runs, and with a ratio at least one matched one; all logits finite."""
     config = OmegaConf.load(CONF / f"{name}.yaml")
     request = Request.rag("r", [prose(60, words), prose(61, words)], "Why?", system=SYSTEM)
-    donor = tiny_engine(llama)
+    donor = tiny_engine(llama, admit="none")
     donor.ingest([request])
     ratios = (0.01, 0.1, 0.5, 0.9, 0.99) if "ratio" in config else (None,)
     for ratio in ratios:
         rule = instantiate(config if ratio is None else {**config, "ratio": ratio})
         engine = tiny_engine(llama, recompute=rule, admit="none")
-        engine.store = donor.store
+        engine.share(donor)
         output = engine.generate(request)
         assert_counts(output)
         assert output.computed[-1].sum() >= 1
@@ -131,8 +131,8 @@ def test_a_chunk_behind_company_is_chunk(lm: LM) -> None:
     engine.ingest(requests)
     for entry in engine.store:
         assert entry.depth == 0
-        assert entry.context in ("in_company", "start")
-        assert (entry.context == "start") == (entry.position == 0)
+        assert entry.context == "in_company"
+        assert entry.position > 0
     output = engine.generate(requests[0])
     assert_counts(output)
     assert [match.kind for match in output.plan.matches] == ["prefix", "chunk", "chunk"]
@@ -153,14 +153,22 @@ def test_a_chunk_that_continues_the_prefix_is_prefix(lm: LM, plain: Any) -> None
         assert (mine[:, :, : len(reused)] - theirs)[:, :, reused].abs().max() <= 1e-5
     output = engine.generate(request)
     assert (output.logits - plain_logits(plain, done.prompt.ids)[-1]).abs().max() <= 1e-4
-    stored = {entry.key: entry for entry in engine.store}
-    for chunk in done.plan.chunks:
-        entry = stored[chunk.key]
-        n = int(reused[chunk.start : chunk.end].sum())
-        assert entry.context_key == chain_key(lm.namespace(), done.prompt.ids[: chunk.start])
-        for layer in range(lm.n_layers):
-            got = done.kv.keys[layer][0, :, chunk.start : chunk.start + n]
-            assert torch.equal(got, entry.keys[layer][:, :n])  # bit for bit what was stored
+    head, passage = done.plan.chunks
+    root = chain_root(lm.namespace())
+    pages = engine.memory.prefix.match(root, done.prompt.ids[: head.end])
+    assert pages.n_tokens == head.end
+    assert done.kv.pages[: len(pages.blocks)] == pages.pages  # shared, not copied
+    stored = PagedKV(engine.memory.pages, pages.held, head.end)
+    entry = engine.store.get(passage.key)
+    assert entry is not None
+    assert entry.context_key == chain_key(lm.namespace(), done.prompt.ids[: passage.start])
+    n = int(reused[passage.start : passage.end].sum())
+    for layer in range(lm.n_layers):  # bit for bit what was stored
+        keys = done.kv.keys[layer]
+        assert torch.equal(keys[:, :, : head.end], stored.keys[layer])
+        got = keys[0, :, passage.start : passage.start + n]
+        assert torch.equal(got, entry.keys[layer][:, :n])
+    engine.drop(done)
 
 
 def test_same_text_at_the_same_place_behind_other_text_is_chunk(llama: LM) -> None:
@@ -343,6 +351,11 @@ def test_a_forgotten_entry_is_a_miss(llama: LM) -> None:
         assert not engine.forget(key)
     assert engine.store.nbytes == 0
     output = engine.generate(rag("b", 0))
+    assert output.counts()["prefix"] == output.plan.n_paged == output.plan.chunks[0].end
+    assert output.counts()["new"] == output.plan.n_tokens - output.plan.n_paged
+    engine.memory.prefix.clear()
+    assert engine.memory.nbytes == 0
+    output = engine.generate(rag("b", 0))
     assert output.counts()["new"] == output.plan.n_tokens
 
 
@@ -350,17 +363,14 @@ def test_kv_that_is_not_finite_is_recomputed(lm: LM, plain: Any) -> None:
     """The store refuses it; the request that would have used it computes (TensorRT-LLM#2217)."""
     engine = tiny_engine(lm, admit="none")
     engine.ingest([rag("a", 0)])
-    poisoned = ChunkStore()
-    for entry in engine.store:
-        if entry.text == PASSAGES[0]:
-            values = [v.clone() for v in entry.values]
-            values[2][0, 3, 1] = float("nan")
-            entry = replace(entry, values=tuple(values))
-            assert not poisoned.put(entry)
-        else:
-            assert poisoned.put(entry)
-    assert poisoned.n_not_finite == 1
-    engine.store = poisoned
+    entry = next(iter(engine.store))
+    keys, values = ([t.clone() for t in kv] for kv in (entry.keys, entry.values))
+    values[2][0, 3, 1] = float("nan")
+    engine.forget(entry.key)
+    used = engine.memory.nbytes
+    assert not engine.store.put(replace(entry, keys=tuple(keys), values=tuple(values)))
+    assert engine.store.n_not_finite == 1
+    assert engine.memory.nbytes == used
     output = engine.generate(rag("b", 0))
     assert output.plan.matches[1].kind == "none"
     ids = engine.prefill(rag("b", 0)).prompt.ids
@@ -370,8 +380,8 @@ def test_kv_that_is_not_finite_is_recomputed(lm: LM, plain: Any) -> None:
 def test_alone_stands_behind_bos_only(lm: LM) -> None:
     engine = tiny_engine(lm, context=Alone(), admit="none")
     engine.ingest([rag("a", 0, 1)])
-    assert [entry.context for entry in engine.store] == ["alone", "start", "alone"]
-    for entry in (e for e in engine.store if e.context == "alone"):
+    assert [entry.context for entry in engine.store] == ["alone", "alone"]
+    for entry in engine.store:
         assert entry.position == 1
         bos = np.array([lm.tokenizer.bos_token_id])
         assert entry.context_key == chain_key(lm.namespace(), bos)
@@ -382,6 +392,19 @@ def test_alone_stands_behind_bos_only(lm: LM) -> None:
     output = engine.generate(rag("a", 0, 1))
     assert output.counts()["chunk"] > 20
     assert output.counts()["prefix"] == output.plan.chunks[0].end  # the system prompt, exact
+
+
+def test_without_prefix_pages_the_head_is_an_entry(lm: LM, plain: Any) -> None:
+    engine = tiny_engine(lm, reuse=("segment", "chunk"))
+    assert engine.ingest([rag("a", 0)]) == 2
+    assert [(e.context, e.position) for e in engine.store if e.position == 0] == [("start", 0)]
+    assert len(engine.memory.prefix) == 0
+    output = engine.generate(rag("b", 0))
+    assert output.plan.n_paged == 0
+    assert [match.kind for match in output.plan.matches] == ["prefix", "prefix"]
+    ids = engine.prefill(rag("b", 0)).prompt.ids
+    assert (output.logits - plain_logits(plain, ids)[-1]).abs().max() <= 1e-4
+    assert len(engine.memory.prefix) == 0
 
 
 def test_ingestion_is_exact_whatever_is_known(lm: LM) -> None:
@@ -412,7 +435,6 @@ def test_reused_kv_belongs_to_its_token_and_place(lm: LM) -> None:
         system = SYSTEM if i % 4 else None
         request = Request.rag(str(i), passages, "Why?", system=system, max_new_tokens=1)
         done = engine.prefill(request)
-        engine.leave(done)
         cold, _ = exact(lm, done.prompt.ids)
         provenance = torch.from_numpy(done.plan.provenance)
         seen |= set(provenance.tolist())
@@ -424,12 +446,14 @@ def test_reused_kv_belongs_to_its_token_and_place(lm: LM) -> None:
                 (done.kv.values[layer], cold.values[layer]),
             ):
                 assert (mine[:, :, :n] - theirs)[:, :, rows].abs().sum() <= 1e-4 * theirs.norm()
+        engine.leave(done)
     assert seen == {Provenance.NEW, Provenance.PREFIX, Provenance.CHUNK, Provenance.SEMANTIC}
 
 
 def test_plain_texts_are_ingested(llama: LM) -> None:
     engine = tiny_engine(llama)
-    assert engine.ingest([PASSAGES[0], PASSAGES[1]], system=SYSTEM) == 3  # and the head
+    assert engine.ingest([PASSAGES[0], PASSAGES[1]], system=SYSTEM) == 2
+    assert len(engine.memory.prefix) > 0  # and the head, in prefix pages
     output = engine.generate(rag("a", 1, 0))
     assert [m.kind for m in output.plan.matches] == ["prefix", "prefix", "chunk"]
 
@@ -440,7 +464,7 @@ def test_a_passage_without_content_is_left_out(llama: LM, text: str) -> None:
     for context in (InCompanyOwn(), Alone()):
         engine = semantic(llama, context=context)
         engine.ingest([request])
-        assert {e.text for e in engine.store if e.context != "start"} == set(PASSAGES[:2])
+        assert {e.text for e in engine.store} == set(PASSAGES[:2])
         output = engine.generate(request)
         assert_counts(output)
         assert output.counts()["chunk"] > 20
@@ -462,7 +486,7 @@ def test_donor_stands_in_for_target(llama: LM) -> None:
     request = Request.donor_target("r", donor, target, "Why?", system=SYSTEM)
     engine = semantic(llama, context=InCompany(), admit="none")
     engine.ingest([request])
-    assert {entry.context for entry in engine.store} == {"start", "behind_system"}
+    assert {entry.context for entry in engine.store} == {"behind_system"}
     output = engine.generate(request)
     assert [chunk.kind for chunk in output.plan.chunks] == ["system", "target"]
     assert output.plan.matches[1].kind == "semantic"
@@ -524,7 +548,13 @@ def test_cost_is_counted_from_what_ran(lm: LM) -> None:
     assert cold.multiplications == lm.multiplications(np.ones_like(output.computed))
     assert output.cost.recomputed_layer_tokens == output.recomputed.sum()
     assert output.cost.recomputed_layer_tokens == lm.n_layers * output.counts()["recomputed"]
-    assert output.cost.kv_bytes == engine.store.nbytes > 0
+    at_rest = engine.memory.nbytes
+    done = engine.prefill(request)
+    assert output.cost.kv_bytes == done.cost.kv_bytes == engine.memory.nbytes
+    own = len(done.kv.pages) - done.plan.n_paged // engine.memory.settings.page_size
+    assert output.cost.kv_bytes == at_rest + own * engine.memory.pool.page_nbytes
+    engine.drop(done)
+    assert engine.memory.nbytes == at_rest > engine.store.nbytes > 0
     assert output.cost.ttft_ms >= output.cost.plan_ms + output.cost.load_ms
     kinds = {chunk.kind for chunk in output.plan.chunks}
     assert kinds <= CACHEABLE

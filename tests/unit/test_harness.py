@@ -53,7 +53,7 @@ def arms(lm: LM, asked: Sequence[Request], **rules: object) -> list[Arm]:
 
 
 def harness(lm: LM, under_test: Sequence[Arm], folder: Path | None = None) -> Harness:
-    exact = tiny_engine(lm, admit="none")
+    exact = tiny_engine(lm, admit="none", reuse=())
     return Harness(lm, exact, under_test, METRICS, Baselines(folder) if folder else None)
 
 
@@ -129,17 +129,27 @@ def test_speed_up_is_against_the_faster_of_exact_and_plain(rows: list[dict[str, 
 
 
 def test_exact_must_be_cold_and_publish_nothing(llama: LM) -> None:
-    warm = tiny_engine(llama, admit="none")
+    warm = tiny_engine(llama, admit="none", reuse=("chunk",))
     warm.ingest(requests(1))
-    with pytest.raises(KvsemError, match="empty"):
-        Harness(llama, warm, [], METRICS)
+    paged = tiny_engine(llama, admit="none")
+    paged.ingest(requests(1))
+    for key in [entry.key for entry in paged.store]:
+        paged.forget(key)
+    for engine in (warm, paged):
+        engine.reuse = frozenset()
+        with pytest.raises(KvsemError, match="empty"):
+            Harness(llama, engine, [], METRICS)
+    for reuse in ({"prefix"}, {"segment"}, {"chunk", "semantic"}):
+        with pytest.raises(KvsemError, match="reuse nothing"):
+            Harness(llama, tiny_engine(llama, admit="none", reuse=reuse), [], METRICS)
     with pytest.raises(KvsemError, match="publish"):
-        Harness(llama, tiny_engine(llama), [], METRICS)
+        Harness(llama, tiny_engine(llama, reuse=()), [], METRICS)
 
 
 def test_exact_that_reuses_is_an_error_not_a_number(llama: LM) -> None:
     asked = requests(1)
     side = harness(llama, [])
+    side.exact[0].engine.reuse = frozenset({"prefix"})
     side.exact[0].engine.ingest(asked)
     with pytest.raises(KvsemError, match="exact reused"):
         list(side.run(asked))
@@ -208,7 +218,8 @@ def test_a_metric_of_other_settings_is_another_baseline(llama: LM, tmp_path: Pat
     list(harness(llama, [], tmp_path).run(asked))
     metric = DivergenceMetric()
     vars(metric)["n"] = 2
-    other = Harness(llama, tiny_engine(llama, admit="none"), [], [metric], Baselines(tmp_path))
+    exact = tiny_engine(llama, admit="none", reuse=())
+    other = Harness(llama, exact, [], [metric], Baselines(tmp_path))
     list(other.run(asked))
     assert other.n_cached == 0
 
@@ -228,7 +239,7 @@ def test_what_scoring_appends_must_fit_too(llama: LM) -> None:
 def test_warming_up_leaves_nothing_behind(llama: LM) -> None:
     engine = tiny_engine(llama, admit="all")
     harness(llama, [Arm("none", engine)]).warm_up(requests(1)[0])
-    assert len(engine.store) == 0
+    assert len(engine.store) == len(engine.memory.prefix) == engine.memory.nbytes == 0
 
 
 class ShrinksInPlace:

@@ -9,6 +9,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from kvsem.fingerprint import of_tenant
+from kvsem.harness import Harness
 from kvsem.keys import chain_key, content_key, digest, entry_id
 from kvsem.lm import LM
-from tests.tiny import TEMPLATE, fast, tiny_model, tiny_tokenizer
+from kvsem.metrics.greedy import GreedyMetric
+from kvsem.prompt import render
+from kvsem.types import Request
+from tests.tiny import TEMPLATE, fast, tiny_engine, tiny_model, tiny_tokenizer, wrap
 
 IDS = np.array([3, 1, 4, 1, 5])
 CONTENT = "0f67ca29643c732b4353ff827b839704dbe3dada82c2a87d8385311e428d28f1"
@@ -148,6 +154,85 @@ def test_everything_that_changes_kv_changes_the_namespace() -> None:
         "template": namespace(tiny_model("llama"), other_tokenizer(template=TEMPLATE + " ")),
     }
     assert len(set(found.values())) == len(found)
+
+
+def quantised(bits: int) -> Any:
+    """The same weights under another configuration; what a loader would make of it is no matter."""
+    model = tiny_model("llama")
+    model.config.quantization_config = {"quant_method": "gptq", "bits": bits}
+    return model
+
+
+def test_quantisation_counts() -> None:
+    plain, four, eight = (namespace(m) for m in (tiny_model("llama"), quantised(4), quantised(8)))
+    assert len({plain, four, eight}) == 3
+
+
+def test_folders_do_not_count_and_their_bytes_do(tmp_path: Path) -> None:
+    """Two folders of one name are two models; one model in two folders is one (B12)."""
+    for parent, model in (("a", tiny_model("llama")), ("b", scaled()), ("c", tiny_model("llama"))):
+        model.save_pretrained(tmp_path / parent / "m")
+    a, b, c = (
+        namespace(type(scaled()).from_pretrained(tmp_path / parent / "m")) for parent in "abc"
+    )
+    assert a == c != b
+
+
+def test_sampling_is_not_in_the_key_of_kv() -> None:
+    """B11: the same KV serves every temperature."""
+    lm = LM(tiny_model("llama"), tiny_tokenizer())
+    before = lm.namespace()
+    config = lm.model.generation_config
+    config.do_sample, config.temperature, config.top_p = True, 0.7, 0.9
+    config.max_new_tokens = 99
+    lm.weights_changed()
+    assert lm.namespace() == before
+    assert LM(lm.model, tiny_tokenizer()).namespace() == before
+
+
+def test_what_makes_an_answer_is_in_the_key_of_measured_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """B11, the other way round: greedy steps and reference answers, and the model as it is."""
+    lm = wrap(tiny_model("llama"))
+    exact = tiny_engine(lm, admit="none", reuse=())
+    side = Harness(lm, exact, [], [GreedyMetric()])
+    request = Request("r", text="river bridge stone", answers=("stone",))
+    prompt = render(lm.tokenizer, request)
+    keys = {side._key(request, prompt), side._key(replace(request, answers=("river",)), prompt)}
+    lm.model.lm_head.weight.data.mul_(1.05)
+    keys.add(side._key(request, prompt))
+    monkeypatch.setattr("kvsem.harness.STEPS", 8)
+    keys.add(side._key(request, prompt))
+    assert len(keys) == 4
+
+
+def test_tenants_and_salts_are_framed() -> None:
+    """E3: unframed, the first two would be one."""
+    base = digest("base")
+    found = [
+        of_tenant(base, *pair)
+        for pair in [
+            ("org_1", "2345"),
+            ("org_12345", ""),
+            ("", "org_12345"),
+            ("org_1", ""),
+            ("", "2345"),
+            ("", ""),
+        ]
+    ]
+    assert len(set(found)) == len(found)
+    assert found[-1] == base
+    assert of_tenant(digest("another"), "org_1", "2345") not in found
+
+
+def test_one_salt_shares_and_another_does_not() -> None:
+    """E2: the pair says that it is the salt that keeps them apart."""
+    lm, twin = (LM(tiny_model("llama"), tiny_tokenizer()) for _ in range(2))
+    assert lm.namespace("A", "salt") == twin.namespace("A", salt="salt")
+    assert lm.namespace("A", "salt") != twin.namespace("A", "pepper")
+    assert lm.namespace("A", "salt") != twin.namespace("B", "salt")
+    assert lm.namespace(salt="salt") != twin.namespace()
 
 
 def test_bits_read_as_another_dtype_are_other_weights() -> None:

@@ -203,7 +203,7 @@ def run_rows(n: int = 12, per_group: int = 1) -> Iterator[dict[str, Any]]:
 def test_form_is_that_of_the_contract() -> None:
     support, status = {"blend": {"ok": True, "reason": ""}}, {"state": "finished", "n_requests": 12}
     summary = summarise(run_rows(), {"epic": 7.0, "unknown": 1.0}, support, status)
-    assert set(summary) == {"arms", "pairs", "support", "status"}
+    assert set(summary) == {"arms", "pairs", "memory", "support", "status"}
     assert list(summary["arms"]) == ["exact", "exact_again", "epic", "none"]
     assert set(summary["arms"]["epic"][KL]) == {"mean", "median", "low", "high", "n"}
     assert set(summary["pairs"]["epic-none"][KL]) == {"mean", "low", "high", "n"}
