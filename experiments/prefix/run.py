@@ -30,10 +30,12 @@ from kvsem.environment import keep_memory  # noqa: E402
 from kvsem.errors import KvsemError, SettingError  # noqa: E402
 from kvsem.lm import LM, load  # noqa: E402
 from kvsem.memory.memory import MemorySettings  # noqa: E402
+from kvsem.memory.prefix import MAX_PAGE_SIZE  # noqa: E402
 from kvsem.summary import bootstrap  # noqa: E402
 from kvsem.types import Request  # noqa: E402
 
 QUESTIONS = ("What is described here?", "Which rules are named?")
+POOL = 4  # prefixes that a pool has room for: one that grows would do so in somebody's TTFT
 MAX_DIFFERENCE = 1e-3  # of logits in fp32: more would not be the same computation
 
 Row = dict[str, Any]
@@ -53,8 +55,9 @@ def prefixes(cfg: DictConfig, lm: LM) -> list[str]:
 
 def measure(cfg: DictConfig, lm: LM) -> list[Row]:
     """Per pair: the second request by every page size, by a crop of a plain cache, and cold."""
+    budget = POOL * cfg.prefix_tokens // MAX_PAGE_SIZE * MAX_PAGE_SIZE
     engines = {
-        f"pages_{size}": Engine(lm, reuse=("prefix",), memory=MemorySettings(size))
+        f"pages_{size}": Engine(lm, reuse=("prefix",), memory=MemorySettings(size, budget))
         for size in cfg.page_sizes
     }
     cold = Engine(lm, reuse=(), admit="none")
