@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -11,6 +10,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from kvsem.admit import Admission
 from kvsem.aligners.base import Aligner
 from kvsem.aligners.edit import EditAligner
 from kvsem.chunkers.base import Chunker
@@ -20,34 +20,32 @@ from kvsem.contexts.in_company import InCompany
 from kvsem.embedders.base import Embedder
 from kvsem.errors import KvsemError, SettingError
 from kvsem.fingerprint import of_tenant
-from kvsem.forward import KV, KVBuffer
+from kvsem.forward import KV
 from kvsem.gates.base import Gate
 from kvsem.gates.threshold import ThresholdGate
 from kvsem.index.base import ChunkIndex
 from kvsem.index.flat import FlatIndex
-from kvsem.keys import chain_root, digest
+from kvsem.ingest import build
+from kvsem.keys import digest
 from kvsem.lm import LM
 from kvsem.memory.gather import gather
 from kvsem.memory.memory import Memory, MemorySettings, exact_tokens
 from kvsem.memory.pages import PagedKV
 from kvsem.memory.pool import PoolFullError
 from kvsem.memory.prefix import Matched
-from kvsem.memory.store import ChunkStore, entry_of
+from kvsem.memory.store import ChunkStore
 from kvsem.memory.vectors import ChunkVectors
 from kvsem.planner import KINDS_OF_REUSE, Planner
 from kvsem.prompt import Prompt, render
 from kvsem.recompute.base import Adjusts, Needs, Recompute, State
 from kvsem.recompute.none import NoRecompute
 from kvsem.types import (
-    Chunk,
     ChunkKV,
     Cost,
-    Message,
     Output,
     Provenance,
     Request,
     ReusePlan,
-    Segment,
 )
 
 Admit = Literal["all", "exact_only", "none"]
@@ -120,9 +118,9 @@ class Engine:
         self.memory = Memory(lm, memory, forgotten=self.vectors.forget)
 
     @property
-    def keeps_chunks(self) -> bool:
-        """Whether chunks are stored at all: exact prefix alone needs none."""
-        return not self.reuse <= {"prefix"}
+    def admission(self) -> Admission:
+        """How KV gets into the memory."""
+        return Admission(self.lm, self.memory, self.vectors, self.reuse)
 
     @property
     def store(self) -> ChunkStore:
@@ -150,7 +148,8 @@ class Engine:
             raise KvsemError("ingest takes the requests of one tenant at a time")
         before = len(self.store)
         for donor in track([] if self.lm.hooked else donors):
-            self._build(donor, next(iter(tenants), ""))
+            namespace, _ = self._names(next(iter(tenants), ""))
+            build(donor, self.lm, self._planner(namespace), self.admission)
         return len(self.store) - before
 
     def share(self, other: Engine) -> None:
@@ -166,129 +165,16 @@ class Engine:
         self.memory = other.memory.view()
         self.vectors.share(other.vectors)
 
+    def forget(self, key: str) -> bool:
+        """Remove an entry from the store and every index."""
+        return self.store.forget(key)
+
     def _names(self, tenant: str) -> tuple[str, str]:
         """The namespace of ``tenant``, and the version of the model it belongs to; what other
         versions left behind goes first from now on."""
         version = self.lm.namespace()
         self.memory.pool.renew(version)
         return of_tenant(version, tenant, self.memory.settings.salt), version
-
-    def _build(self, donor: Donor, tenant: str) -> None:
-        """One exact forward over the donor prompt, up to the end of its passage."""
-        namespace, _ = self._names(tenant)
-        prompt = render(self.lm.tokenizer, _donor_request(donor))
-        planner = self._planner(namespace)
-        last = [p for p in prompt.pieces if p.kind == "passage" and p.text == donor.text.strip()]
-        chunks = planner.chunks(prompt, last[-1]) if last else []  # none: the text makes no token
-        if not chunks or (self.keeps_chunks and self._all_stored(chunks)):
-            return
-        ids = prompt.ids[: last[-1].end]
-        if len(ids) > self.lm.max_tokens and donor.company:
-            warnings.warn("a passage and its company are longer than the context", stacklevel=2)
-            self._build(replace(donor, company=(), context="behind_system"), tenant)
-            return
-        self.lm.check_prompt(len(ids), what=f"the donor prompt of {donor.text[:40]!r}")
-        head = planner.chunks(prompt, prompt.pieces[0]) if prompt.pieces[0].kind == "system" else []
-        if not self.keeps_chunks:
-            ids, chunks = ids[: head[0].end] if head else ids[:0], []
-        elif donor.bare:
-            self._store_bare(prompt, chunks, namespace, donor)
-            ids, chunks = ids[: head[0].end] if head else ids[:0], []
-        n_head = head[0].end if head else 0
-        if chunks or self._match(namespace, ids[:n_head]).n_tokens < n_head:
-            kv = self._exact(ids, namespace)
-            self._publish(kv, ids[:n_head], namespace)
-            self._keep(
-                [*(head if "prefix" not in self.reuse else ()), *chunks],
-                kv,
-                ids,
-                namespace,
-                donor.context,
-            )
-
-    def _all_stored(self, chunks: Sequence[Chunk]) -> bool:
-        return all(self.store.get(chunk.key) is not None for chunk in chunks)
-
-    def _match(self, namespace: str, ids: np.ndarray) -> Matched:
-        return self.memory.prefix.match(chain_root(namespace), ids)
-
-    def _exact(self, ids: np.ndarray, namespace: str | None = None) -> KVBuffer:
-        """Exact KV of ``ids``, behind what prefix pages hold of them."""
-        kv = self.lm.buffer(len(ids))
-        rest = torch.ones(len(ids), dtype=torch.bool)
-        if namespace and "prefix" in self.reuse and not self._off("exact_prefix"):
-            with self.memory.pool.lock:
-                matched = self._match(namespace, ids[:-1])
-                n = matched.n_tokens
-                pages = PagedKV(self.memory.pages, matched.held, n)
-                for layer in range(self.lm.n_layers if n else 0):
-                    kv.write(layer, slice(0, n), *pages.read(layer, n))
-            rest[:n] = False
-        self.lm.prefill(ids, kv, lambda _: rest)
-        return kv
-
-    def _publish(self, kv: KVBuffer, ids: np.ndarray, namespace: str) -> None:
-        """Prefix pages of the first tokens of ``kv``, which are exact, where there is room."""
-        n = len(ids)
-        matched = self._match(namespace, ids)
-        if "prefix" not in self.reuse or matched.n_tokens == n:
-            return
-        try:
-            pages = self.memory.open(matched, n)
-        except PoolFullError:
-            return
-        try:
-            for layer in range(self.lm.n_layers):
-                keys, values = kv.read(layer, n)
-                own = slice(pages.n_shared, n)
-                pages.write(layer, own, keys[:, :, own], values[:, :, own])
-            pages.length = n
-            self._remember(pages, ids, namespace)
-        finally:
-            self.memory.close(pages)
-
-    def _remember(self, kv: PagedKV, ids: np.ndarray, namespace: str) -> None:
-        """Publish the prefix pages of ``ids``, which are exact; refused where not finite."""
-        if not kv.is_finite(min(kv.n_shared, len(ids)), len(ids)):
-            self.memory.n_not_finite += 1
-            return
-        self.memory.prefix.publish(
-            chain_root(namespace), ids, kv.pages, self.memory.pool.version, self.lm.cost_of
-        )
-
-    def _store_bare(
-        self, prompt: Prompt, chunks: list[Chunk], namespace: str, donor: Donor
-    ) -> None:
-        bos = self.lm.tokenizer.bos_token_id
-        ahead = np.array([] if bos is None else [bos], dtype=np.int64)
-        ids = np.concatenate([ahead, prompt.ids[chunks[0].start : chunks[-1].end]])
-        kv = self._exact(ids)
-        moved = len(ahead) - chunks[0].start
-        placed = [replace(c, start=c.start + moved, end=c.end + moved) for c in chunks]
-        self._keep(placed, kv, ids, namespace, donor.context)
-
-    def _keep(
-        self,
-        chunks: Sequence[Chunk],
-        kv: KVBuffer | PagedKV,
-        ids: np.ndarray,
-        namespace: str,
-        context: str,
-        depth: int = 0,
-    ) -> None:
-        """Store chunks that are not there yet; findable by meaning once their bytes are whole."""
-        new = [chunk for chunk in chunks if self.store.get(chunk.key) is None]
-        for chunk in new:
-            where = "start" if chunk.kind == "system" else context
-            entry = entry_of(chunk, kv, ids, namespace, where, depth)
-            cost = self.lm.cost_of(chunk.start, chunk.end)
-            self.store.put(entry, self.memory.pool.version, cost)
-        passages = [c for c in new if c.kind != "system" and self.store.get(c.key) is not None]
-        self.vectors.add(namespace, {c.key: c.text for c in passages})
-
-    def forget(self, key: str) -> bool:
-        """Remove an entry from the store and every index."""
-        return self.store.forget(key)
 
     # -- plan -----------------------------------------------------------------------------------
 
@@ -324,7 +210,7 @@ class Engine:
             planner = replace(planner, off="log probabilities of the prompt were asked for")
         matched = Matched(reason=planner.off or "reuse of prefix is off")
         if "prefix" in self.reuse and not planner.off:
-            matched = self._match(namespace, prompt.ids[:-1])
+            matched = self.admission.match(namespace, prompt.ids[:-1])
         return planner.plan(prompt, matched.n_tokens, matched.reason), matched
 
     def render(self, request: Request) -> Prompt:
@@ -561,22 +447,13 @@ class Engine:
         ids = np.concatenate([done.prompt.ids, tokens])[: done.kv.length]
         approximate = plan.matched & ~done.computed.all(axis=0)
         n_exact = exact_tokens(approximate, len(ids))
-        wanted = plan.chunks if self.keeps_chunks else ()
-        for chunk, match in zip(wanted, plan.matches, strict=False):
+        admission = self.admission
+        for chunk, match in zip(plan.chunks, plan.matches, strict=True):
             exact = chunk.end <= n_exact
-            paged = chunk.kind == "system" and "prefix" in self.reuse
-            if paged or not (exact or (self.admit == "all" and match.kind != "semantic")):
-                continue
-            self._keep(
-                [chunk],
-                done.kv,
-                done.prompt.ids,
-                namespace,
-                "in_request",
-                0 if exact else 1 + done.depth,
-            )
-        if "prefix" in self.reuse and not self._off("exact_prefix"):
-            self._remember(done.kv, ids[:n_exact], namespace)
+            if exact or (self.admit == "all" and match.kind != "semantic"):
+                depth = 0 if exact else 1 + done.depth
+                admission.keep([chunk], done.kv, done.prompt.ids, namespace, "in_request", depth)
+        admission.remember(done.kv, ids[:n_exact], namespace)
 
 
 def final_provenance(plan: ReusePlan, computed: np.ndarray) -> np.ndarray:
@@ -584,11 +461,3 @@ def final_provenance(plan: ReusePlan, computed: np.ndarray) -> np.ndarray:
     provenance = plan.provenance.copy()
     provenance[plan.matched & computed[-1]] = Provenance.RECOMPUTED
     return provenance
-
-
-def _donor_request(donor: Donor) -> Request:
-    """System, company, passage; a question follows so that the passage's end tokenises alike."""
-    passages = [Segment("passage", text) for text in (*donor.company, donor.text)]
-    user = Message("user", (*passages, Segment("question", "Question: ?")))
-    head = (Message("system", (Segment("system", donor.system),)),) if donor.system else ()
-    return Request("donor", (*head, user))

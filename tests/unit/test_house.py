@@ -32,7 +32,8 @@ PLUGS = {
 }  # fmt: skip
 LAYERS: tuple[set[str], ...] = (
     {"errors", "types", "keys", "rope", "packaged"},
-    {"fingerprint", "forward", "lm", "memory", "planner", "prompt", "selfcheck"} | PLUGS,
+    {"admit", "fingerprint", "forward", "ingest", "lm", "memory", "planner", "prompt", "selfcheck"}
+    | PLUGS,
     {"engine"},
     {"baselines", "environment", "guarantee", "harness", "observe", "serving"},
     {"cli", "labels", "plots", "report", "results", "summary", "tracking"},
