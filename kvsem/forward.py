@@ -80,14 +80,11 @@ class KVBuffer:
     def cut(
         self, start: int, end: int
     ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Copies of tokens ``[start, end)``: per layer ``[kv_heads, tokens, head_dim]``."""
-        keys = tuple(
-            k[0, :, start:end].clone(memory_format=torch.contiguous_format) for k in self.keys
+        """Tokens ``[start, end)``, to look at: per layer ``[kv_heads, tokens, head_dim]``."""
+        return (
+            tuple(keys[0, :, start:end] for keys in self.keys),
+            tuple(values[0, :, start:end] for values in self.values),
         )
-        values = tuple(
-            v[0, :, start:end].clone(memory_format=torch.contiguous_format) for v in self.values
-        )
-        return keys, values
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import overload
 
 import numpy as np
@@ -157,20 +157,19 @@ class PagedKV:
     def cut(
         self, start: int, end: int
     ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Copies of tokens ``[start, end)``: per layer ``[kv_heads, tokens, head_dim]``."""
+        """Tokens ``[start, end)``, to look at: per layer ``[kv_heads, tokens, head_dim]``."""
         self._check()
         place = self._place(slice(start, end))
         return (
-            tuple(_take(keys, place).clone() for keys in self._pages.keys),
-            tuple(_take(values, place).clone() for values in self._pages.values),
+            tuple(_take(keys, place) for keys in self._pages.keys),
+            tuple(_take(values, place) for values in self._pages.values),
         )
 
     def is_finite(self, start: int, end: int) -> bool:
         """Whether the KV of tokens ``[start, end)`` holds neither NaN nor infinity."""
         self._check()
         place = self._place(slice(start, end))
-        parts = (_take(t, place) for t in (*self._pages.keys, *self._pages.values))
-        return bool(torch.stack([part.isfinite().all() for part in parts]).all())
+        return finite(_take(t, place) for t in (*self._pages.keys, *self._pages.values))
 
     def _check(self) -> None:
         if self.closed:
@@ -219,6 +218,11 @@ class Layers(Sequence[torch.Tensor]):
     def __getitem__(self, layer: int | slice) -> torch.Tensor | list[torch.Tensor]:
         wanted = range(self._n_layers)[layer]
         return self._read(wanted) if isinstance(wanted, int) else [self._read(i) for i in wanted]
+
+
+def finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether there is neither NaN nor infinity in any of ``tensors``: both outlive a sum."""
+    return bool(torch.stack([t.sum(dtype=torch.float32) for t in tensors]).isfinite().all())
 
 
 def _take(tensor: torch.Tensor, place: Place) -> torch.Tensor:

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from kvsem.forward import KVBuffer
 from kvsem.keys import chain_key, token_bytes
-from kvsem.memory.pages import Layers, PagedKV, Pages
+from kvsem.memory.pages import Layers, PagedKV, Pages, finite
 from kvsem.memory.pool import Block, BlockPool, PoolFullError
 from kvsem.types import Chunk, ChunkKV
 
@@ -26,7 +25,8 @@ def entry_of(
     context: str,
     depth: int,
 ) -> ChunkKV:
-    """The entry of ``chunk``, whose KV stands at its place in ``kv`` behind ``ids``."""
+    """The entry of ``chunk``, whose KV stands at its place in ``kv`` behind ``ids``; it looks into
+    ``kv``, and is to be put before that changes."""
     keys, values = kv.cut(chunk.start, chunk.end)
     return ChunkKV(
         key=chunk.key,
@@ -82,7 +82,7 @@ class ChunkStore:
         with self.pool.lock:
             if entry.key in self._entries:
                 return False
-            if not all(bool(torch.isfinite(t).all()) for t in (*entry.keys, *entry.values)):
+            if not finite((*entry.keys, *entry.values)):
                 self.n_not_finite += 1
                 return False
             n = len(entry.ids)
