@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import numpy as np
 
-from kvsem.errors import KvsemError, SettingError
-from kvsem.index.base import Embeds
+from kvsem.errors import SettingError
+from kvsem.index.base import (
+    Embeds,
+    Saved,
+    check_embedder,
+    import_faiss,
+    ranked,
+    read_saved,
+    to_store,
+    units,
+    write_saved,
+)
 
-_MAX_ID = 2**63 - 1
+_MOST_ON_A_GPU = 2048  # neighbours that FAISS's GPU kernels select
 
 
 class FlatIndex:
@@ -21,55 +32,50 @@ class FlatIndex:
     matters; cosines are clipped to [-1, 1]. ``identity`` names the embedder whose vectors these
     are: `check` refuses any other. One lock guards it, as FAISS is not safe for a writer among
     readers. Raises `KvsemError` for vectors of another dimension or without a direction.
+
+    ``mirror="gpu"`` searches in a copy on the first GPU (needs FAISS's GPU build). The index on
+    the CPU is the truth: after a change the copy is made anew at the next search.
     """
 
-    def __init__(self, dim: int, identity: str) -> None:
-        try:
-            import faiss
-        except ImportError as error:
-            raise KvsemError(
-                "faiss is missing: pip install 'kvsem[cpu]' or 'kvsem[gpu]' (never both)"
-            ) from error
+    def __init__(self, dim: int, identity: str, mirror: str | None = None) -> None:
+        faiss = import_faiss()
         if dim < 1:
             raise SettingError("dim", dim, "a whole number from 1")
         self.dim = dim
         self.identity = identity
+        self._faiss = faiss
         self._index: Any = faiss.IndexIDMap2(faiss.IndexFlatIP(dim))
         self._ids: set[int] = set()
         self._lock = Lock()
+        self._gpu = _gpu(faiss, mirror)
+        self._copy: Any = None  # of the index, on the GPU; None: older than the index
 
     def __len__(self) -> int:
         return len(self._ids)
 
+    def ids(self) -> list[int]:
+        """Of all vectors that are there."""
+        with self._lock:
+            return list(self._ids)
+
     def add(self, ids: Sequence[int], vectors: np.ndarray) -> None:
         """Store float32 ``[n, dim]`` under ``ids``; of an id given twice the last vector stays."""
-        units = self._units(vectors)
-        if len(ids) != len(units):
-            raise KvsemError(f"{len(ids)} ids for {len(units)} vectors")
-        if bad := [i for i in ids if not 0 <= i <= _MAX_ID]:
-            raise SettingError("ids", bad[0], "a number from 0 to 2**63 - 1")
-        if not np.linalg.norm(units, axis=1).all():
-            raise KvsemError("a vector that is zero or not finite cannot be indexed")
-        rows = {id: row for row, id in enumerate(ids)}
+        new, rows = to_store(ids, vectors, self.dim)
         with self._lock:
-            self._remove(rows.keys() & self._ids)
-            if rows:
-                kept = np.fromiter(rows, np.int64, len(rows))
-                self._index.add_with_ids(units[list(rows.values())], kept)
-            self._ids |= rows.keys()
+            self._remove(self._ids.intersection(new))
+            self._insert(new, rows)
 
     def search(self, vector: np.ndarray, k: int) -> list[tuple[int, float]]:
         """At most ``k`` ``(id, cosine)``, best first, equal ones by id; [] without a direction."""
         if k < 1:
             raise SettingError("k", k, "a whole number from 1")
-        unit = self._units(np.asarray(vector)[None])
+        unit = units(np.asarray(vector)[None], self.dim)
         with self._lock:
             k = min(k, len(self._ids))
             if k == 0 or not unit.any():
                 return []
-            scores, ids = self._index.search(unit, k)
-        found = zip(ids[0].tolist(), scores[0].clip(-1, 1).tolist(), strict=True)
-        return sorted(((i, s) for i, s in found if i >= 0), key=lambda hit: (-hit[1], hit[0]))
+            scores, ids = self._searched(k).search(unit, k)
+        return ranked(ids[0].tolist(), scores[0])
 
     def remove(self, ids: Sequence[int]) -> int:
         """Forget ``ids``; returns how many were there."""
@@ -78,25 +84,54 @@ class FlatIndex:
 
     def check(self, embedder: Embeds) -> None:
         """Raise `KvsemError` unless this index holds vectors of ``embedder``."""
-        if embedder.dim != self.dim:
-            raise KvsemError(f"the index holds vectors of {self.dim}, the embedder {embedder.dim}")
-        if embedder.identity != self.identity:
-            raise KvsemError(
-                f"the index belongs to embedder {self.identity!r}, not to {embedder.identity!r}"
-            )
+        check_embedder(self, embedder)
+
+    def save(self, folder: Path) -> None:
+        """Keep ids and vectors in a file in ``folder``; there is nothing else to it."""
+        with self._lock:
+            ids = self._faiss.vector_to_array(self._index.id_map)
+            vectors = self._index.index.reconstruct_n(0, len(ids)).reshape(-1, self.dim)
+        write_saved(folder, self, Saved(ids, vectors))
+
+    def load(self, folder: Path) -> None:
+        """Hold what was saved in ``folder``, in the same order, and nothing else."""
+        saved = read_saved(folder, self)
+        if saved is None:
+            return
+        with self._lock:
+            self._index.reset()
+            self._ids.clear()
+            self._insert(saved.ids.tolist(), saved.vectors)
+
+    def _insert(self, ids: list[int], rows: np.ndarray) -> None:
+        if ids:
+            self._index.add_with_ids(rows, np.array(ids, np.int64))
+        self._ids.update(ids)
+        self._copy = None
 
     def _remove(self, known: set[int]) -> int:
         if known:
             self._index.remove_ids(np.fromiter(known, np.int64, len(known)))
             self._ids -= known
+            self._copy = None
         return len(known)
 
-    def _units(self, vectors: np.ndarray) -> np.ndarray:
-        """float32 ``[n, dim]``, rows of length 1; all zero where a row has no direction."""
-        wide = np.asarray(vectors, dtype=np.float64)
-        if wide.ndim != 2 or wide.shape[1] != self.dim:
-            raise KvsemError(f"vectors of shape {wide.shape}, the index holds dimension {self.dim}")
-        norms = np.linalg.norm(wide, axis=1, keepdims=True)
-        usable = np.isfinite(norms) & (norms > 0)
-        units = np.where(usable, wide, 0) / np.where(usable, norms, 1)
-        return np.ascontiguousarray(units, dtype=np.float32)
+    def _searched(self, k: int) -> Any:
+        if self._gpu is None or k > _MOST_ON_A_GPU:
+            return self._index
+        if self._copy is None:
+            self._copy = self._faiss.index_cpu_to_gpu(self._gpu, 0, self._index)
+        return self._copy
+
+
+def _gpu(faiss: Any, mirror: str | None) -> Any:
+    """What FAISS holds on a GPU, or None without a mirror."""
+    if mirror is None:
+        return None
+    if mirror != "gpu":
+        raise SettingError("mirror", mirror, "gpu or null")
+    if not hasattr(faiss, "StandardGpuResources"):
+        raise SettingError("mirror", mirror, "null: this FAISS is no GPU build (kvsem[gpu])")
+    if faiss.get_num_gpus() < 1:
+        raise SettingError("mirror", mirror, "null: FAISS finds no GPU")
+    return faiss.StandardGpuResources()
