@@ -19,6 +19,8 @@ from kvsem.errors import DataError, one_line
 from kvsem.keys import content_key
 from kvsem.types import CACHEABLE, SEPARATOR, Chunk, Kind, Request, Segment, Span
 
+ANSWER = "Answer:"  # where there is no chat template
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -63,6 +65,8 @@ def render(tokenizer: Any, request: Request) -> Prompt:
     encoded = tokenizer(text, add_special_tokens=not templated, return_offsets_mapping=True)
     ids = np.asarray(encoded["input_ids"], dtype=np.int64)
     offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+    if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id and not offsets[0].any():
+        ids, offsets = ids[1:], offsets[1:]  # a text that was rendered elsewhere brings its own
     if not len(ids):
         raise DataError(f"request {request.id!r}: the tokenizer makes no token of its text")
     return Prompt(text, ids, offsets, _pieces(text, offsets, spans, request.text is None))
@@ -72,7 +76,10 @@ def _template(tokenizer: Any, request: Request) -> tuple[str, bool]:
     """The rendered text, and whether a chat template (which brings its own BOS) made it."""
     contents = [message.content for message in request.messages]
     if not getattr(tokenizer, "chat_template", None):
-        return SEPARATOR.join([*contents, "Answer:"]), False
+        replies = [message.role == "assistant" for message in request.messages]
+        said = zip(replies, contents, strict=True)  # as the prompt of that turn went on
+        plain = [f"{ANSWER} {content}" if is_reply else content for is_reply, content in said]
+        return SEPARATOR.join([*plain, ANSWER]), False
     try:
         return _apply(tokenizer, request, contents), True
     except TemplateError as error:  # as for a system role that the template does not know

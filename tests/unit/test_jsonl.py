@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsem.errors import DataError, SettingError
+from kvsem.records import to_request, to_requests
 from kvsem.types import Message, Request, Segment
-from kvsem.workloads.jsonl import JsonlWorkload, to_request
+from kvsem.workloads.jsonl import JsonlWorkload
 
 RAG = {"id": "r", "passages": ["One.", "Two."], "question": "Why?"}
 CHAT = {
@@ -135,6 +136,61 @@ def test_limit_reads_no_further(tmp_path: Path) -> None:
         JsonlWorkload(path, limit=3)
 
 
+def turns(record: dict[str, Any]) -> list[Request]:
+    return list(to_requests(record, 16, conversations=True))
+
+
+def test_conversations_ask_every_turn() -> None:
+    first, second = turns(CHAT)
+    assert first == Request(
+        "c/turn-1",
+        (
+            Message("system", (Segment("system", "Be brief."),)),
+            Message("user", (Segment("question", "Hello."),)),
+        ),
+        answers=("Hi.",),
+        group="c",
+    )
+    assert (second.id, second.group, second.messages) == ("c/turn-2", "c", _one(CHAT).messages)
+    assert second.answers == ()
+    over = {**CHAT, "messages": [*CHAT["messages"], {"role": "assistant", "content": "So."}]}
+    assert [r.answers for r in turns(over)] == [("Hi.",), ("So.",)]
+    own = CHAT | {"group": "g", "answers": "Because.", "max_new_tokens": 3}
+    assert [(r.group, r.answers, r.max_new_tokens) for r in turns(own)] == [
+        ("g", ("Hi.",), 3),
+        ("g", ("Because.",), 3),
+    ]
+
+
+def test_an_agent_is_asked_after_its_tools() -> None:
+    said = ["user", "assistant", "tool", "tool", "assistant", "user"]
+    messages = [{"role": role, "content": f"{role} {i}"} for i, role in enumerate(said)]
+    record = {"id": "t", "messages": messages, "system": "Be brief."}
+    assert [len(r.messages) for r in turns(record)] == [2, 5, 7]
+    assert [r.messages[-1].role for r in turns(record)] == ["user", "tool", "user"]
+    assert [r.answers for r in turns(record)] == [("assistant 1",), ("assistant 4",), ()]
+    record["messages"] = messages[:4]
+    assert turns(record)[1].messages == _one(record).messages
+    record["messages"] = messages[1:2]
+    with pytest.raises(DataError, match="asks nothing"):
+        turns(record)
+
+
+@pytest.mark.parametrize("record", [RAG, PLAIN, PAIR], ids=lambda r: r["id"])
+def test_only_chats_have_turns(record: dict[str, Any]) -> None:
+    assert turns(record) == [_one(record)]
+
+
+def test_limit_counts_requests_and_ids_stay_unique(tmp_path: Path) -> None:
+    path = _write(tmp_path, CHAT, CHAT | {"id": "d"}, RAG)
+    ids = [r.id for r in JsonlWorkload(path, limit=3, conversations=True)]
+    assert ids == ["c/turn-1", "c/turn-2", "d/turn-1"]
+    assert len(JsonlWorkload(path, conversations=True)) == 5
+    path = _write(tmp_path, CHAT, CHAT)
+    with pytest.raises(DataError, match="line 2: \"id\" 'c/turn-1' is taken by line 1"):
+        JsonlWorkload(path, conversations=True)
+
+
 BAD: list[tuple[Any, str]] = [
     (b"{", "broken JSON at column 2"),
     (b'{"id": "\xff"}', "invalid UTF-8 at byte 9; save the file as UTF-8"),
@@ -167,15 +223,22 @@ BAD: list[tuple[Any, str]] = [
     (RAG | {"group": {"a": 1}}, '"group" is '),
     (CHAT | {"messages": []}, '"messages" is '),
     (CHAT | {"messages": "Hello."}, "\"messages\" is 'Hello.'; expected a list"),
-    (CHAT | {"messages": CHAT["messages"][:3]}, "the last message is from 'assistant'"),
+    (
+        CHAT | {"messages": CHAT["messages"][:3]},
+        "the last message is from 'assistant'.*workload.conversations=true",
+    ),
     (CHAT | {"messages": ["Hello."]}, r'"messages"\[0\] is \'Hello.\'; expected an object'),
     (
-        CHAT | {"messages": [{"role": "tool", "content": "a"}]},
-        "\"role\".* is 'tool'; expected user",
+        CHAT | {"messages": [{"role": "robot", "content": "a"}]},
+        "\"role\".* is 'robot'; expected user, assistant or tool",
     ),
     (CHAT | {"messages": [{"role": ["user"], "content": "a"}]}, r'"role"\] is '),
     (CHAT | {"messages": [{"role": "user"}]}, r'"content"\] is None'),
     (CHAT | {"messages": [{"role": "user", "content": " "}]}, r'"content"\] is '),
+    (
+        CHAT | {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
+        r'"messages"\[0\] has "tool_calls" only; write them out in its "content"',
+    ),
     (CHAT | {"messages": [*CHAT["messages"], CHAT["messages"][0]]}, r'\[4\]\["role"\] is'),
     (CHAT | {"system": "Be kind."}, '"system" and a system message'),
     (PLAIN | {"prompt": ""}, '"prompt" is'),
@@ -261,7 +324,24 @@ def test_any_record_becomes_a_request_or_a_data_error(record: dict[str, Any]) ->
     except DataError:
         return
     assert request.id
-    assert (request.text or "").strip() or request.messages[-1].role == "user"
+    assert (request.text or "").strip() or request.messages[-1].role in ("user", "tool")
+
+
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": st.text()}
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(messages=st.lists(MESSAGE | JSON, max_size=5), conversations=st.booleans())
+def test_any_messages_are_asked_or_refused(messages: list[Any], conversations: bool) -> None:
+    try:
+        requests = list(to_requests({"id": 1, "messages": messages}, 16, conversations))
+    except DataError:
+        return
+    assert requests
+    assert {r.messages[-1].role for r in requests} <= {"user", "tool"}
+    assert len({r.id for r in requests}) == len(requests)
 
 
 @settings(max_examples=50, deadline=None)

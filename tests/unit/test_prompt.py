@@ -185,6 +185,26 @@ def test_ids_are_those_of_the_whole_text(tokenizer: PreTrainedTokenizerFast, edg
 
 
 @pytest.mark.parametrize("edge", EDGES)
+def test_a_text_that_brings_its_bos_gets_no_second(
+    tokenizer: PreTrainedTokenizerFast, edge: str
+) -> None:
+    """A prompt that a template rendered elsewhere (vllm PR 16976, DeepSeek-R1#151)."""
+    request = Request.rag("r", [*EDGES[edge]], "Why?", system="Be brief.")
+    text = render(tokenizer, request).text
+    assert text.startswith(str(tokenizer.bos_token))
+    messages = [{"role": m.role, "content": m.content} for m in request.messages]
+    want: Any = tokenizer.apply_chat_template(
+        messages, tokenize=True, add_generation_prompt=True, return_dict=True
+    )
+    prompt = render(tokenizer, Request("r", text=text))
+    ends = len(want["input_ids"])
+    assert prompt.ids[:ends].tolist() == want["input_ids"]  # wordpiece adds a [SEP] behind it
+    assert np.flatnonzero(prompt.ids == tokenizer.bos_token_id).tolist() == [0]
+    assert prompt.offsets[0].tolist() == [0, len(str(tokenizer.bos_token))]
+    assert [(p.start, p.end) for p in prompt.pieces] == [(0, len(prompt.ids))]
+
+
+@pytest.mark.parametrize("edge", EDGES)
 def test_the_key_is_the_same_at_every_place(tokenizer: PreTrainedTokenizerFast, edge: str) -> None:
     """With and without a system prompt ahead, first, in the middle and last."""
     text = EDGES[edge][0]
