@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException, OverrideParseException
-from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -24,6 +22,7 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 CHOSEN = ("context", "chunker", "embedder", "index", "gate", "aligner")  # set: for every arm
 MAX_THREADS = 1024
 ALWAYS = ("exact", "exact_again")
+MISTAKES = (KvsemError, HydraException, OmegaConfBaseException)  # a user can put them right
 MEMORY = "one of page_size, pool_tokens, eviction, partial, salt"
 
 
@@ -45,9 +44,6 @@ def check(cfg: DictConfig) -> None:
     _check_names("metrics", cfg.metrics, _names("metric"))
     if "divergence" not in cfg.metrics:
         raise SettingError("metrics", list(cfg.metrics), "divergence among them")
-    swept = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-    if swept and cfg.out is not None:
-        raise SettingError("out", cfg.out, "null in a sweep: each job makes a folder of its own")
 
 
 def _run_keys() -> set[str]:
@@ -122,16 +118,28 @@ def arm_config(name: str, cfg: DictConfig) -> DictConfig:
 
 
 def _check_arm(name: str, arm: DictConfig) -> None:
-    known = {str(key) for key in compose("arm/base").arm}
+    base = compose("arm/base").arm
+    known = {str(key) for key in base}
     for key in arm:
         if str(key) not in known:
             raise SettingError(f"arm/{name}.yaml: {key!s}", arm[key], f"one of {sorted(known)}")
     for key in arm.memory:
-        if key not in compose("arm/base").arm.memory:
+        if key not in base.memory:
             raise SettingError(f"arm/{name}.yaml: memory.{key!s}", arm.memory[key], MEMORY)
     for kind in arm.drop:
         if kind not in CACHEABLE:
             raise SettingError(f"arm/{name}.yaml: drop", kind, f"kinds of {sorted(CACHEABLE)}")
+
+
+def config_text(cfg: DictConfig) -> str:
+    """What a run's ``config.yaml`` holds: the settings, and every arm as it was composed."""
+    kept = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in ("out", "hydra")])
+    names = [name for name in cfg.arms if name not in ALWAYS]
+    composed = OmegaConf.create({"composed": {name: arm_config(name, cfg) for name in names}})
+    for settings in (kept, *composed.composed.values()):
+        if settings.memory.salt:  # a secret has no place in a record
+            OmegaConf.update(settings, "memory.salt", "set")
+    return OmegaConf.to_yaml(kept) + OmegaConf.to_yaml(composed)
 
 
 def memory_settings(cfg: DictConfig) -> MemorySettings:

@@ -19,9 +19,9 @@ os.environ["HYDRA_FULL_ERROR"] = "1"  # errors arrive here whole, and leave as o
 
 import hydra
 import torch
-from hydra.errors import HydraException
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -37,17 +37,21 @@ sys.path.insert(0, str(ROOT))
 
 from experiments.compose import (  # noqa: E402
     ALWAYS,
+    MISTAKES,
     arm_config,
     check,
+    config_text,
     describe_part,
     make,
     memory_settings,
     one_line,
 )
+from experiments.sweep import attempt  # noqa: E402
 from kvsem.baselines import Baselines  # noqa: E402
+from kvsem.diagnose import turn_notes  # noqa: E402
 from kvsem.engine import Admit, Engine  # noqa: E402
 from kvsem.environment import describe, keep_memory, versions  # noqa: E402
-from kvsem.errors import DataError, KvsemError, SettingError  # noqa: E402
+from kvsem.errors import DataError, SettingError  # noqa: E402
 from kvsem.harness import Arm, Harness  # noqa: E402
 from kvsem.packaged import cache_root  # noqa: E402
 from kvsem.plots import write_plots  # noqa: E402
@@ -56,7 +60,6 @@ from kvsem.results import RunDir, summarise  # noqa: E402
 from kvsem.tracking import track  # noqa: E402
 from kvsem.types import Request  # noqa: E402
 
-MISTAKES = (KvsemError, HydraException, OmegaConfBaseException)
 PARTS = ("chunker", "embedder", "index", "gate", "aligner", "recompute", "context")
 
 
@@ -200,6 +203,7 @@ class Experiment:
                 notes.append(f"{arm.name} reused nothing: its rows are exact computation")
         if len({row["group"] or row["request"] for row in rows}) < 2:
             notes.append("all rows come from one document: the intervals say nothing")
+        notes += turn_notes(self.lm.tokenizer, self.requests)
         if self.harness.n_cached:
             notes.append(
                 f"exact's answers and times of {self.harness.n_cached} requests come from an "
@@ -236,17 +240,10 @@ def _progress(console: Console) -> Progress:
 
 def _folder(cfg: DictConfig, experiment: Experiment) -> RunDir:
     """The run's folder, with what the run is made of: configuration and environment."""
-    kept = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "out"])
-    names = [name for name in cfg.arms if name not in ALWAYS]
-    composed = OmegaConf.create({"composed": {name: arm_config(name, cfg) for name in names}})
-    for settings in (kept, *composed.composed.values()):
-        if settings.memory.salt:  # a secret has no place in a record
-            OmegaConf.update(settings, "memory.salt", "set")
-    text = OmegaConf.to_yaml(kept) + OmegaConf.to_yaml(composed)
     out = Path(cfg.out) if cfg.out is not None else None
     env = describe(ROOT, seed=cfg.seed, **experiment.digests())
     try:
-        return RunDir.create(out, ROOT / "runs", "run", config=text, env=env)
+        return RunDir.create(out, ROOT / "runs", "run", config=config_text(cfg), env=env)
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise SettingError("out", str(out), f"a folder that can be written ({reason})") from error
@@ -254,6 +251,9 @@ def _folder(cfg: DictConfig, experiment: Experiment) -> RunDir:
 
 @hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="run")
 def main(cfg: DictConfig) -> None:
+    if HydraConfig.get().mode == RunMode.MULTIRUN and cfg.out is not None:
+        attempt(perform, cfg)
+        return
     try:
         perform(cfg)
     except MISTAKES as error:  # caught here too: Hydra prints its own lines about a failed job

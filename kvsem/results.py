@@ -12,11 +12,11 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -30,7 +30,8 @@ if sys.platform != "win32":
 
 __all__ = ["RunData", "RunDir", "bootstrap", "comparable", "load_run", "summarise"]
 
-
+State = Literal["running", "finished", "failed"]
+STATUS = "status.json"  # of a run that is a job of a sweep; it may be there before the run is
 REUSABLE = "an empty folder or a run of the same configuration"
 
 
@@ -58,7 +59,7 @@ class RunDir:
         stay as they are. Raises `SettingError` for any other folder, and for one that another
         process is writing to.
         """
-        path = _unique(root, name) if out is None else _claimed(out, config)
+        path = unique_folder(root, name) if out is None else _claimed(out, config)
         _write_new(path / "config.yaml", config)
         _write_new(path / "env.json", _dump(env))
         samples = (path / "samples.jsonl").open("ab+", buffering=0)
@@ -147,6 +148,18 @@ def load_run(path: Path | str) -> RunData:
     )
 
 
+def write_status(path: Path, state: State, overrides: Sequence[str], **more: str) -> None:
+    """How the job in the folder ``path`` stands; ``more``: ``error``, one line, and the rest."""
+    path.mkdir(parents=True, exist_ok=True)
+    status = {"state": state, "overrides": list(overrides)} | more
+    write_atomic(path / STATUS, _dump(status))
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    """The job's state, overrides and, where it failed, error; empty where none was written."""
+    return _read_json(path / STATUS)
+
+
 def _finite(row: Mapping[str, Any]) -> Row:
     """JSON has no NaN: null in its place, and ``non_finite`` says what was there."""
     gone = {key: str(float(v)) for key, v in row.items() if _is_broken(v)}
@@ -200,8 +213,11 @@ def _write_new(path: Path, text: str) -> None:
         write_atomic(path, text)
 
 
-def _unique(root: Path, name: str) -> Path:
-    """``mkdir`` itself decides who gets a name, so two starts in one second never share one."""
+def unique_folder(root: Path, name: str) -> Path:
+    """A new folder ``root/NAME-TIME``.
+
+    ``mkdir`` itself decides who gets a name, so two starts in one second never share one.
+    """
     if not name or Path(name).name != name:
         raise SettingError("name", name, "a plain folder name")
     root.mkdir(parents=True, exist_ok=True)
@@ -225,7 +241,7 @@ def _claimed(out: Path, config: str) -> Path:
     known = out / "config.yaml"
     if known.is_file() and known.read_text(encoding="utf-8") == config:
         return out
-    if any(out.iterdir()):
+    if any(path.name != STATUS for path in out.iterdir()):
         raise SettingError("out", str(out), REUSABLE)
     return out
 
@@ -243,4 +259,5 @@ def _lock(samples: IO[bytes], path: Path) -> None:
 def _cut_torn_line(samples: IO[bytes]) -> None:
     samples.seek(0)
     data = samples.read()
-    samples.truncate(data.rfind(b"\n") + 1)
+    if not data.endswith(b"\n"):  # a whole file stays as it is, its time of writing too
+        samples.truncate(data.rfind(b"\n") + 1)

@@ -7,14 +7,16 @@ import logging
 import netrc
 import numbers
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 from urllib.parse import urlsplit
 
 from kvsem.errors import SettingError
-from kvsem.results import RunData, RunDir, load_run
+from kvsem.results import STATUS, RunData, RunDir, load_run
 
 if TYPE_CHECKING:
     import wandb
@@ -44,11 +46,13 @@ class WandbTracking:
 
     ``mode`` None: what WANDB_MODE says, else online with an API key and offline without one (sync
     later with ``wandb sync``). It never asks for a login. Offline files lie in ``<run>/wandb``.
+    ``group`` None: the jobs of a sweep are a group of the sweep folder's name.
     """
 
     project: str = "kvsem"
     entity: str | None = None
     mode: Mode | None = None
+    group: str | None = None
     tags: Sequence[str] = ()
     init_timeout_s: float = 30.0
 
@@ -83,6 +87,7 @@ class WandbTracking:
             name=run.path.name,
             dir=run.path,
             config={"config": run.config, "env": run.env},
+            group=self.group or _sweep(run.path),
             tags=list(self.tags),
             mode=_mode(self.mode),
             reinit="create_new",  # a sweep's runs stay apart, also in one process
@@ -113,18 +118,35 @@ def scalars(summary: Mapping[str, Any]) -> dict[str, float]:
     return flat
 
 
+def state() -> tuple[bool, str]:
+    """Whether a run with ``tracking=wandb`` could start here, and how; asks nobody."""
+    try:
+        mode = _mode(None)
+    except LookupError as error:
+        return False, f"cannot log in: {error}"
+    said = "WANDB_MODE says so" if os.environ.get("WANDB_MODE") in MODES else ""
+    key = "there is an API key" if has_key() else "there is no API key, and nobody is asked for one"
+    return True, f"wandb {version('wandb')}, {mode}: {said or key}"
+
+
 def _mode(asked: Mode | None) -> Mode:
     """Decided before wandb starts: left to itself it asks for a login."""
     mode = asked or os.environ.get("WANDB_MODE")
-    if mode == "online" and not _has_key():
+    if mode == "online" and not has_key():
         raise LookupError("no W&B API key: set WANDB_API_KEY or run `wandb login` once")
     for known in MODES:
         if mode == known:
             return known
-    return "online" if _has_key() else "offline"
+    return "online" if has_key() else "offline"
 
 
-def _has_key() -> bool:
+def _sweep(run: Path) -> str | None:
+    """The name of the sweep that ``run`` is a job of."""
+    return run.absolute().parent.name if (run / STATUS).exists() else None
+
+
+def has_key() -> bool:
+    """Whether W&B could log in without asking."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
@@ -155,9 +177,11 @@ def _cell(value: Any) -> float | str | bool | None:
 def _artifact(run: RunData) -> wandb.Artifact:
     import wandb
 
-    artifact = wandb.Artifact(run.path.name, type="run")
+    parts = filter(None, (_sweep(run.path), run.path.name))
+    name = re.sub(r"[^\w.-]+", "-", ".".join(parts), flags=re.ASCII)  # what W&B takes as a name
+    artifact = wandb.Artifact(name[-128:], type="run")
     for path in sorted(run.path.rglob("*")):
-        name = path.relative_to(run.path)
-        if path.is_file() and name.parts[0] != "wandb":
-            artifact.add_file(str(path), name=name.as_posix())
+        inside = path.relative_to(run.path)
+        if path.is_file() and inside.parts[0] not in ("wandb", STATUS):  # it is not finished yet
+            artifact.add_file(str(path), name=inside.as_posix())
     return artifact
