@@ -7,14 +7,14 @@ and masks are arrays of length ``n``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
-from kvsem.errors import SettingError
+from kvsem.errors import DataError, SettingError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -256,6 +256,40 @@ class ReusePlan:
             for chunk, match in zip(self.chunks, self.matches, strict=True)
         ]
         return pd.DataFrame(rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data that JSON holds; `from_dict` reads it back."""
+        plain = asdict(self)
+        plain["provenance"] = self.provenance.tolist()
+        for chunk in plain["chunks"]:
+            chunk["ids"] = chunk["ids"].tolist()
+        return plain
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> ReusePlan:
+        """The plan that `to_dict` wrote. Raises `DataError` for anything else."""
+        try:
+            return cls(**{**plain, **_parts(plain)})
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"not a plan: {type(error).__name__} {error}") from None
+
+
+def _parts(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a plan that JSON has only lists for."""
+    kinds = [Provenance(kind) for kind in plain["provenance"]]
+    if len(kinds) != plain["n_tokens"] or len(plain["chunks"]) != len(plain["matches"]):
+        raise ValueError("its parts do not fit together")
+    chunks = (
+        {**c, "ids": np.array(c["ids"], dtype=np.int64), "inner": tuple(c["inner"])}
+        for c in plain["chunks"]
+    )
+    return {
+        "provenance": np.array(kinds, dtype=np.int8),
+        "chunks": tuple(Chunk(**chunk) for chunk in chunks),
+        "matches": tuple(Match(**match) for match in plain["matches"]),
+        "runs": tuple(Run(**run) for run in plain["runs"]),
+        "refused": tuple(plain["refused"]),
+    }
 
 
 @dataclass(frozen=True)
