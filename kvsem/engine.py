@@ -27,7 +27,7 @@ from kvsem.index.base import ChunkIndex
 from kvsem.index.flat import FlatIndex
 from kvsem.ingest import build
 from kvsem.keys import digest
-from kvsem.lm import LM
+from kvsem.lm import LM, Select
 from kvsem.memory.gather import gather
 from kvsem.memory.memory import Memory, MemorySettings, exact_tokens
 from kvsem.memory.pages import PagedKV
@@ -50,6 +50,28 @@ from kvsem.types import (
 
 Admit = Literal["all", "exact_only", "none"]
 Track = Callable[[Sequence[Donor]], Iterable[Donor]]
+# logits at the last position, what was computed, and log probabilities on request
+Computed = tuple[torch.Tensor, np.ndarray, torch.Tensor | None]
+
+
+@dataclass
+class Loaded:
+    """A request whose reused KV is in place, and of which nothing is computed yet. Its pages
+    belong to it until `Engine.compute` or `Engine.drop`."""
+
+    request: Request
+    prompt: Prompt
+    plan: ReusePlan
+    kv: PagedKV
+    select: Select
+    n_rows: int  # tokens that the first layer computes
+    namespace: str
+    depth: int  # of the entries that it was put together from, the deepest
+    started: float
+    plan_ms: float
+    load_ms: float
+    look_ms: float  # the question's pass over the assembled cache
+    look_multiplications: int
 
 
 @dataclass
@@ -147,7 +169,7 @@ class Engine:
         if len(tenants) > 1:
             raise KvsemError("ingest takes the requests of one tenant at a time")
         before = len(self.store)
-        for donor in track([] if self.lm.hooked else donors):
+        for donor in track([] if self._is_plain else donors):
             namespace, _ = self._names(next(iter(tenants), ""))
             build(donor, self.lm, self._planner(namespace), self.admission)
         return len(self.store) - before
@@ -164,6 +186,11 @@ class Engine:
             raise KvsemError("only a pool without a limit is shared")
         self.memory = other.memory.view()
         self.vectors.share(other.vectors)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether plain transformers answers, with nothing reused."""
+        return bool(self.lm.hooked) and not self.lm.resumes
 
     def forget(self, key: str) -> bool:
         """Remove an entry from the store and every index."""
@@ -208,10 +235,19 @@ class Engine:
         planner = self._planner(namespace)
         if request.prompt_logprobs:  # KV that is read has no logits
             planner = replace(planner, off="log probabilities of the prompt were asked for")
+        if reason := self._unsteady(request, len(prompt.ids)):
+            planner = replace(planner, off=reason)
         matched = Matched(reason=planner.off or "reuse of prefix is off")
         if "prefix" in self.reuse and not planner.off:
             matched = self.admission.match(namespace, prompt.ids[:-1])
         return planner.plan(prompt, matched.n_tokens, matched.reason), matched
+
+    def _unsteady(self, request: Request, n: int) -> str:
+        """Why KV of shorter prompts is wrong in this one; empty where it is right."""
+        steady, whole = self.lm.steady_tokens, n + request.max_new_tokens
+        if whole <= steady:
+            return ""
+        return f"rope: its frequencies change past {steady} tokens, prompt and answer have {whole}"
 
     def render(self, request: Request) -> Prompt:
         """The tokens of ``request``, as `prefill` sees them."""
@@ -227,6 +263,26 @@ class Engine:
 
     def prefill(self, request: Request, room: int | None = None) -> Prefilled:
         """From text to first token. ``room``: tokens that may be appended to the KV afterwards.
+
+        Raises `PoolFullError`, and changes nothing, where the pool has no pages for it.
+        """
+        return self.compute([self.load(request, room)])[0]
+
+    def prefill_many(self, requests: Sequence[Request]) -> list[Prefilled]:
+        """`prefill` of several requests in one forward: all of them or, where the pool has no
+        pages for all, none. What they could reuse of each other is not there yet."""
+        loaded: list[Loaded] = []
+        try:
+            for request in requests:
+                loaded.append(self.load(request))
+        except BaseException:
+            for one in loaded:
+                self.drop(one)
+            raise
+        return self.compute(loaded)
+
+    def load(self, request: Request, room: int | None = None) -> Loaded:
+        """The first half of `prefill`: what is reused of ``request`` is planned and put in place.
 
         Raises `PoolFullError`, and changes nothing, where the pool has no pages for it.
         """
@@ -248,36 +304,75 @@ class Engine:
             self.lm.wait()
             loaded = time.perf_counter()
             attended = self._look(prompt, kv, state)
-            logits, computed, logprobs = self._forward(request, prompt, kv, state)
-            heads = n if request.prompt_logprobs else 1
-            first = int(logits.argmax())
+            looked = time.perf_counter()
+            select, n_rows = self._select(state, kv)
         except BaseException:
             self.memory.close(kv)
             raise
-        done = time.perf_counter()
-        cost = Cost(
-            plan_ms=(planned - start) * 1e3,
-            load_ms=(loaded - planned) * 1e3,
-            prefill_ms=(done - loaded) * 1e3,
-            ttft_ms=(done - start) * 1e3,
-            multiplications=self.lm.multiplications(computed, heads) + attended,
-            recomputed_layer_tokens=int((computed & plan.matched).sum()),
-            kv_bytes=self.memory.nbytes,
-        )
-        gauges = self.memory.gauges()
-        return Prefilled(
+        return Loaded(
             request,
             prompt,
             plan,
             kv,
-            logits,
-            first,
-            computed,
-            cost,
-            gauges,
-            logprobs,
+            select,
+            n_rows,
             namespace,
             max((entry.depth for entry in entries.values()), default=0),
+            start,
+            (planned - start) * 1e3,
+            (loaded - planned) * 1e3,
+            (looked - loaded) * 1e3,
+            attended,
+        )
+
+    def compute(self, loaded: Sequence[Loaded]) -> list[Prefilled]:
+        """The second half of `prefill`, of several requests in one forward; where it fails, all
+        pages are given back.
+
+        What was multiplied is counted by request. Times of the forward are the batch's: each
+        request has ``prefill_ms`` of all, and ``ttft_ms`` from where the first one started.
+        """
+        start = time.perf_counter()
+        try:
+            results = self._forward(loaded)
+            firsts = [int(logits.argmax()) for logits, _, _ in results]
+        except BaseException:
+            for one in loaded:
+                self.drop(one)
+            raise
+        done = time.perf_counter()
+        ttft_ms = (done - min((one.started for one in loaded), default=done)) * 1e3
+        gauges = self.memory.gauges()
+        return [
+            Prefilled(
+                one.request,
+                one.prompt,
+                one.plan,
+                one.kv,
+                logits,
+                first,
+                computed,
+                self._cost(one, computed, (done - start) * 1e3, ttft_ms),
+                gauges,
+                logprobs,
+                one.namespace,
+                one.depth,
+            )
+            for one, first, (logits, computed, logprobs) in zip(
+                loaded, firsts, results, strict=True
+            )
+        ]
+
+    def _cost(self, one: Loaded, computed: np.ndarray, forward_ms: float, ttft_ms: float) -> Cost:
+        heads = len(one.prompt.ids) if one.request.prompt_logprobs else 1
+        return Cost(
+            plan_ms=one.plan_ms,
+            load_ms=one.load_ms,
+            prefill_ms=one.look_ms + forward_ms,
+            ttft_ms=ttft_ms,
+            multiplications=self.lm.multiplications(computed, heads) + one.look_multiplications,
+            recomputed_layer_tokens=int((computed & one.plan.matched).sum()),
+            kv_bytes=self.memory.nbytes,
         )
 
     def _open(
@@ -305,16 +400,25 @@ class Engine:
         self.store.use(entries)
         return plan, kv
 
-    def _forward(
-        self, request: Request, prompt: Prompt, kv: PagedKV, state: State
-    ) -> tuple[torch.Tensor, np.ndarray, torch.Tensor | None]:
-        """Logits at the last position, what was computed, and log probabilities on request."""
-        if not request.prompt_logprobs:
-            return *self.lm.prefill(prompt.ids, kv, self._select(state, kv)), None
-        logits = self.lm.extend(prompt.ids.tolist(), kv)
+    def _forward(self, loaded: Sequence[Loaded]) -> list[Computed]:
+        """All that need one row of logits together, the others one by one."""
+        jobs = [
+            (one.prompt.ids, one.kv, one.select)
+            for one in loaded
+            if not one.request.prompt_logprobs
+        ]
+        packed = iter(self.lm.prefill_many(jobs))
+        return [
+            self._with_logprobs(one) if one.request.prompt_logprobs else (*next(packed), None)
+            for one in loaded
+        ]
+
+    def _with_logprobs(self, one: Loaded) -> Computed:
+        ids = one.prompt.ids
+        logits = self.lm.extend(ids.tolist(), one.kv)
         log_probs = logits[:-1].log_softmax(-1)
-        picked = log_probs[torch.arange(len(log_probs)), torch.from_numpy(prompt.ids[1:])]
-        return logits[-1], np.ones((self.lm.n_layers, len(prompt.ids)), dtype=bool), picked
+        picked = log_probs[torch.arange(len(log_probs)), torch.from_numpy(ids[1:])]
+        return logits[-1], np.ones((self.lm.n_layers, len(ids)), dtype=bool), picked
 
     def _entries(self, plan: ReusePlan) -> dict[str, ChunkKV]:
         found = {run.entry: self.store.get(run.entry) for run in plan.runs}
@@ -344,7 +448,7 @@ class Engine:
 
     def _look(self, prompt: Prompt, kv: KV, state: State) -> int:
         """The question's pass over the assembled cache, where the rule needs it; its cost."""
-        if not self.needs.question_attention:
+        if not self.needs.question_attention or self.lm.hooked:
             return 0
         rows = state.new.nonzero()[:, 0].numpy()
         state.question_attention = self.lm.question_attention(prompt.ids, kv, rows)
@@ -352,8 +456,11 @@ class Engine:
         passed[:, rows] = True
         return self.lm.multiplications(passed)
 
-    def _select(self, state: State, kv: KV) -> Callable[[int], torch.Tensor]:
+    def _select(self, state: State, kv: KV) -> tuple[Select, int]:
+        """What is computed at each layer, and how many tokens at the first, which is asked now."""
         whole, version = state.new, -1
+        if self.lm.hooked:  # nothing is matched, and no rule to ask
+            return lambda _: whole, int(whole.sum())
 
         def select(layer: int) -> torch.Tensor:
             nonlocal whole, version
@@ -367,7 +474,8 @@ class Engine:
             state.previous = chosen
             return whole
 
-        return select
+        first = select(0)
+        return lambda layer: first if layer == 0 else select(layer), int(first.sum())
 
     # -- decode and admit -----------------------------------------------------------------------
 
@@ -376,13 +484,13 @@ class Engine:
 
         A model without selective prefill answers by plain transformers, exactly.
         """
-        if self.lm.hooked:
+        if self._is_plain:
             return self._generate_plain(request)
         done = self.prefill(request)
         start = time.perf_counter()
         steps = request.max_new_tokens
         try:
-            tokens = self.lm.decode(done.first, done.kv, steps, self.lm.stop_tokens)[:steps]
+            tokens = self._decode(done, steps)
         except BaseException:
             self.drop(done)
             raise
@@ -406,6 +514,13 @@ class Engine:
             done.gauges,
             done.prompt_logprobs,
         )
+
+    def _decode(self, done: Prefilled, steps: int) -> list[int]:
+        """Greedy tokens. Where the frequencies change on the way, architectures differ in what
+        they do: transformers' own loop decides."""
+        if done.plan.n_tokens <= self.lm.steady_tokens < done.plan.n_tokens + steps:
+            return self.lm.plain_decode(done.prompt.ids, steps)
+        return self.lm.decode(done.first, done.kv, steps, self.lm.stop_tokens)[:steps]
 
     def _generate_plain(self, request: Request) -> Output:
         start = time.perf_counter()
@@ -436,7 +551,7 @@ class Engine:
         finally:
             self.drop(done)
 
-    def drop(self, done: Prefilled) -> None:
+    def drop(self, done: Prefilled | Loaded) -> None:
         """A request was cancelled or failed: give its pages back, remember nothing of it."""
         self.memory.close(done.kv)
 
@@ -445,6 +560,8 @@ class Engine:
         if namespace != done.namespace:
             return  # the model changed while it was in flight: its KV is of no version
         ids = np.concatenate([done.prompt.ids, tokens])[: done.kv.length]
+        if len(ids) > self.lm.steady_tokens:
+            return  # its frequencies are those of long prompts only
         approximate = plan.matched & ~done.computed.all(axis=0)
         n_exact = exact_tokens(approximate, len(ids))
         admission = self.admission

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -89,13 +89,25 @@ class KVBuffer:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Read from the tensors of a real forward, never from the configuration."""
+    """Read from the tensors of a real forward, never from the configuration.
+
+    ``kv_heads``, ``key_dim``, ``value_dim``: of what is cached. Where that is expanded before
+    the rows attend over it (MLA), ``pair_dim`` is the sum of both dims afterwards, and
+    ``per_key`` the multiplications that expanding one cached token takes.
+    """
 
     query_heads: int
     kv_heads: int
     key_dim: int
     value_dim: int
     window: int | None
+    pair_dim: int | None = None
+    per_key: int = 0
+
+    @property
+    def per_pair(self) -> int:
+        """Multiplications that one query-key pair takes, over all heads."""
+        return self.query_heads * (self.pair_dim or self.key_dim + self.value_dim)
 
 
 def multiplications(
@@ -104,14 +116,59 @@ def multiplications(
     """Of the layers over ``computed`` (bool ``[layers, n]``), each with so many linear weights.
 
     Each causal (and windowed) query-key pair counts once for scores and once for values.
+    ``weights`` leave out what runs for every cached token instead (`LayerShape.per_key`).
     """
     total = 0
     positions = np.arange(computed.shape[1], dtype=np.int64) + 1
     for shape, linear, mask in zip(shapes, weights, computed, strict=True):
         seen = positions if shape.window is None else np.minimum(positions, shape.window)
-        total += int(mask.sum()) * linear
-        total += int(seen[mask].sum()) * shape.query_heads * (shape.key_dim + shape.value_dim)
+        total += int(mask.sum()) * linear + int(seen[mask].sum()) * shape.per_pair
+        total += computed.shape[1] * shape.per_key if mask.any() else 0
     return total
+
+
+def attention_weights(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """fp32 ``[b, heads, rows, keys]``; ``mask`` is added to the scores.
+
+    ``softcap`` bounds the scores (Gemma 2, arXiv 2408.00118); ``sinks`` ``[heads]`` stand in
+    every row's softmax beside the keys and take their share (GPT-OSS).
+    """
+    b, heads, rows, dim = query.shape
+    kv_heads = key.shape[1]
+    grouped = query.reshape(b, kv_heads, heads // kv_heads * rows, dim)
+    scores = (grouped @ key.transpose(-1, -2)).float().reshape(b, heads, rows, -1) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores + mask
+    if sinks is None:
+        return scores.softmax(-1)
+    beside = sinks.float().reshape(1, -1, 1, 1).expand(b, -1, rows, 1)
+    return torch.cat([scores, beside], dim=-1).softmax(-1)[..., :-1]
+
+
+def explicit_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention that torch's own function has no argument for; like ``query``."""
+    weights = attention_weights(query, key, mask, scaling, softcap, sinks).to(value.dtype)
+    b, heads, rows, n = weights.shape
+    kv_heads = value.shape[1]
+    grouped = weights.reshape(b, kv_heads, heads // kv_heads * rows, n)
+    return (grouped @ value).reshape(b, heads, rows, value.shape[-1])
 
 
 @dataclass
@@ -126,7 +183,6 @@ class Forward:
     probing: bool = False
     capture: list[torch.Tensor] | None = None
     layer: int = 0
-    relative: torch.Tensor | None = None  # rows as indices into those of layer 0, once narrowed
     shapes: dict[int, LayerShape] = field(default_factory=dict)
     _span: tuple[int, int] | None = None
     _written: Rows = field(default_factory=lambda: slice(0, 0))
@@ -134,7 +190,6 @@ class Forward:
     _groups: dict[int | None, list[tuple[slice, slice, torch.Tensor | None]]] = field(
         default_factory=dict
     )
-    _narrowed: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.computed = np.zeros((self.n_layers, self.n_keys), dtype=bool)
@@ -146,11 +201,15 @@ class Forward:
         self._span = (first, last) if last - first == len(at) else None
         self._written = slice(first, last) if self._span else at
         self._groups.clear()
-        self._narrowed.clear()
 
     def put(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the computed ``k`` and ``v`` of the present layer at their rows; returns the keys
         and values that the rows attend over."""
+        self.write(k, v)
+        return self.read()
+
+    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """The first half of `put`."""
         if not k.shape[-2] == v.shape[-2] == len(self.at):
             raise ModelError(
                 f"layer {self.layer} computed {k.shape[-2]} tokens, asked for {len(self.at)}"
@@ -158,6 +217,10 @@ class Forward:
         assert self.kv is not None
         self.kv.write(self.layer, self._written, k, v)
         self.computed[self.layer, self.at.numpy()] = True
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values that the rows attend over, ``[1, kv_heads, n_keys, head_dim]``."""
+        assert self.kv is not None
         return self.kv.read(self.layer, self.n_keys)
 
     def narrow(self, keep: torch.Tensor) -> torch.Tensor | None:
@@ -171,20 +234,8 @@ class Forward:
             raise KvsemError("a recompute rule asked for tokens that the layer before left out")
         if bool(kept.all()):
             return None
-        index = kept.nonzero()[:, 0].to(self.device)
-        self.relative = index if self.relative is None else self.relative[index]
         self._go_on_with(self.at[kept])
-        return index
-
-    def narrowed(self, value: Any, dim: int) -> Any:
-        """A layer input that arrives at its original length, cut down to the present rows."""
-        if isinstance(value, tuple):
-            return tuple(self.narrowed(v, dim) for v in value)
-        if not isinstance(value, torch.Tensor) or self.relative is None:
-            return value
-        if id(value) not in self._narrowed:  # the original is kept, so that its id stays taken
-            self._narrowed[id(value)] = (value, value.index_select(dim, self.relative))
-        return self._narrowed[id(value)][1]
+        return kept.nonzero()[:, 0].to(self.device)
 
     def attend(
         self,
@@ -193,16 +244,24 @@ class Forward:
         value: torch.Tensor,
         window: int | None,
         scaling: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``[1, heads, rows, dim]`` over ``[1, kv_heads, n_keys, dim]``: like ``query``."""
-        self._look(query, key, value, window, scaling)
+        self._look(query, key, value, window, scaling, softcap, sinks)
+        if softcap is not None or sinks is not None:
+            parts = [
+                explicit_attention(
+                    query[:, :, r], key[:, :, k], value[:, :, k], mask, scaling, softcap, sinks
+                )
+                for r, k, mask in self._groups_of(window, query.dtype)
+            ]
+            return torch.cat(parts, dim=2)
         gqa = query.shape[1] != key.shape[1]
         if self._span == (0, self.n_keys) and (window is None or window >= self.n_keys):
             return scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa
             )
-        if window not in self._groups:
-            self._groups[window] = list(self._make_groups(window, query.dtype))
         if gqa and query.is_cuda:  # CUDA's fast kernels take a mask or grouped heads, not both
             repeats = query.shape[1] // key.shape[1]
             key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
@@ -216,9 +275,17 @@ class Forward:
                 scale=scaling,
                 enable_gqa=gqa,
             )
-            for rows, keys, mask in self._groups[window]
+            for rows, keys, mask in self._groups_of(window, query.dtype)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    def _groups_of(
+        self, window: int | None, dtype: torch.dtype
+    ) -> list[tuple[slice, slice, torch.Tensor | None]]:
+        """Made once for each set of rows and window."""
+        if window not in self._groups:
+            self._groups[window] = list(self._make_groups(window, dtype))
+        return self._groups[window]
 
     def _make_groups(
         self, window: int | None, dtype: torch.dtype
@@ -246,26 +313,21 @@ class Forward:
         value: torch.Tensor,
         window: int | None,
         scaling: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
     ) -> None:
         if self.probing:
             heads = query.shape[1], key.shape[1]
             self.shapes[self.layer] = LayerShape(*heads, key.shape[-1], value.shape[-1], window)
         if self.capture is not None:
-            self.capture.append(self._attention_of_rows(query, key, window, scaling))
-
-    def _attention_of_rows(
-        self, query: torch.Tensor, key: torch.Tensor, window: int | None, scaling: float
-    ) -> torch.Tensor:
-        """Attention weights, mean over heads and rows: fp32 ``[n_keys]``."""
-        heads, kv_heads = query.shape[1], key.shape[1]
-        grouped = query[0].float().reshape(kv_heads, heads // kv_heads, *query.shape[2:])
-        scores = torch.einsum("kgrd,knd->kgrn", grouped, key[0].float()) * scaling
-        positions = torch.arange(self.n_keys, device=query.device)
-        hidden = positions[None] > self.rows[:, None]
-        if window is not None:
-            hidden |= positions[None] <= self.rows[:, None] - window
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        return weights.mean(dim=(0, 1, 2))
+            positions = torch.arange(self.n_keys, device=query.device)
+            hidden = positions[None] > self.rows[:, None]
+            if window is not None:
+                hidden |= positions[None] <= self.rows[:, None] - window
+            mask = torch.zeros(hidden.shape, device=query.device)
+            mask = mask.masked_fill_(hidden, float("-inf"))
+            weights = attention_weights(query.float(), key.float(), mask, scaling, softcap, sinks)
+            self.capture.append(weights.mean(dim=(0, 1, 2)))  # over heads and rows
 
 
 @dataclass
@@ -295,19 +357,21 @@ class Step:
         value: torch.Tensor,
         window: int | None,
         scaling: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``[1, heads, requests, dim]``, row i over the KV of request i: like ``query``."""
         parts = []
         for i, (kv, n) in enumerate(zip(self.kvs, self.at, strict=True)):
             keys, values = kv.read(self.layer, n + 1)
             low = 0 if window is None else max(0, n + 1 - window)
-            parts.append(
-                scaled_dot_product_attention(
-                    query[:, :, i : i + 1],
-                    keys[:, :, low:],
-                    values[:, :, low:],
-                    scale=scaling,
-                    enable_gqa=query.shape[1] != keys.shape[1],
+            row, keys, values = query[:, :, i : i + 1], keys[:, :, low:], values[:, :, low:]
+            if softcap is not None or sinks is not None:
+                part = explicit_attention(row, keys, values, None, scaling, softcap, sinks)
+            else:
+                gqa = query.shape[1] != keys.shape[1]
+                part = scaled_dot_product_attention(
+                    row, keys, values, scale=scaling, enable_gqa=gqa
                 )
-            )
+            parts.append(part)
         return torch.cat(parts, dim=2)

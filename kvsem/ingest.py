@@ -31,11 +31,16 @@ def build(donor: Donor, lm: LM, planner: Planner, admission: Admission) -> None:
     if not chunks or (admission.keeps_chunks and all(chunk.key in known for chunk in chunks)):
         return
     ids = prompt.ids[: last[-1].end]
-    if len(ids) > lm.max_tokens and donor.company:
+    if len(ids) > min(lm.max_tokens, lm.steady_tokens) and donor.company:
         warnings.warn("a passage and its company are longer than the context", stacklevel=2)
         build(replace(donor, company=(), context="behind_system"), lm, planner, admission)
         return
     lm.check_prompt(len(ids), what=f"the donor prompt of {donor.text[:40]!r}")
+    if len(ids) > lm.steady_tokens:
+        warnings.warn(
+            f"a passage stands past {lm.steady_tokens} tokens, where rope changes", stacklevel=2
+        )
+        return
     head = planner.chunks(prompt, prompt.pieces[0]) if prompt.pieces[0].kind == "system" else []
     n_head = head[0].end if head else 0
     namespace = planner.namespace

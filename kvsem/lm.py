@@ -9,31 +9,54 @@ from absolute positions; hooks at the decoder layers narrow the token set by dep
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from kvsem import fingerprint, rope
+from kvsem.batch import Packed
 from kvsem.errors import KvsemError, ModelError, SettingError, one_line
-from kvsem.forward import KV, Forward, KVBuffer, LayerShape, Step, multiplications
+from kvsem.forward import (
+    KV,
+    Forward,
+    KVBuffer,
+    LayerShape,
+    Step,
+    explicit_attention,
+    multiplications,
+)
 
 ATTENTION = "kvsem"  # name of our attention function in transformers' registry
+KV_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer"}  # transformers' caches of nothing else
+EXPANDING = "kv_b_proj"  # runs for every cached token: latent attention keeps less than K and V
 NARROWED = {"position_ids": -1, "position_embeddings": -2}  # layer inputs with a token axis
 
+UNFIT = (  # what a model raises that is used as it was not meant to be
+    KvsemError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+)
+
 Select = Callable[[int], torch.Tensor]  # layer -> bool [n_tokens] on the CPU
+Job = tuple[np.ndarray, KV, Select]  # a prompt's ids, its KV, and what is computed of it
 
 
-_ACTIVE: ContextVar[Forward | Step | None] = ContextVar("kvsem_forward", default=None)
+_ACTIVE: ContextVar[Forward | Packed | Step | None] = ContextVar("kvsem_forward", default=None)
 
 
 class _KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -85,25 +108,45 @@ def attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Our attention function: transformers' sdpa outside a selective forward."""
+    """Our attention function: transformers' sdpa outside a selective forward.
+
+    ``softcap`` and ``s_aux`` (sinks), which sdpa does not know, are computed from the scores.
+    """
     forward = _ACTIVE.get()
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    special = softcap is not None or s_aux is not None
+    if forward is None and special:
+        mask = _added(attention_mask, query, key)
+        out = explicit_attention(query, key, value, mask, scale, softcap, s_aux)
+        return out.transpose(1, 2).contiguous(), None
     if forward is None:
         result: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return result
-    for unknown in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(unknown) is not None:
-            raise ModelError(f"attention with {unknown} is not supported")
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    out = forward.attend(query, key, value, sliding_window, scale)
+    if kwargs.get("position_bias") is not None:
+        raise ModelError("attention with position_bias is not supported")
+    out = forward.attend(query, key, value, sliding_window, scale, softcap, s_aux)
     return out.transpose(1, 2).contiguous(), None
 
 
+def _added(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """``mask`` of a plain forward as what is added to fp32 scores; None means causal there."""
+    if mask is not None and mask.dtype != torch.bool:
+        return mask[..., : key.shape[-2]]
+    if mask is None:
+        n, n_keys = query.shape[-2], key.shape[-2]
+        mask = torch.ones(n, n_keys, dtype=torch.bool, device=query.device).tril(n_keys - n)
+    least = torch.finfo(torch.float32).min
+    return torch.zeros(mask.shape, device=query.device).masked_fill_(~mask, least)
+
+
 @contextmanager
-def _active(forward: Forward | Step) -> Iterator[None]:
+def _active(forward: Forward | Packed | Step) -> Iterator[None]:
     token = _ACTIVE.set(forward)
     try:
         yield
@@ -120,6 +163,14 @@ def _chosen(select: Select, layer: int, n: int) -> torch.Tensor:
             f"got {str(keep.dtype).removeprefix('torch.')} {list(keep.shape)}"
         )
     return keep
+
+
+def _sizes(layer: Any) -> tuple[int, int, int]:
+    """Heads, key dim and value dim of what a cache layer holds: ``[1, heads, tokens, dim]``."""
+    keys, values = layer.keys, layer.values
+    if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3]:
+        raise ModelError(f"the cache holds {list(keys.shape)} and {list(values.shape)}")
+    return keys.shape[1], keys.shape[-1], values.shape[-1]
 
 
 class LM:
@@ -144,13 +195,17 @@ class LM:
             getattr(self.config, "layer_types", None) or [None] * self.n_layers
         )
         self._signature = inspect.signature(self.layers[0].forward)
+        self.pairs = ["half"] * self.n_layers  # which dims turn together; the self-check finds out
+        self.steady_tokens = rope.steady_tokens(self.config, self.layer_types)
         self.support: dict[str, tuple[bool, str]] = {}
         self.hooked = ""  # why selective prefill is off; empty where it works
+        self.resumes = False  # without it: prefix pages may still be handed to plain transformers
         self.shapes: list[LayerShape] = []
         try:
+            self._check_cache()
             self._hook_attention()
             self.shapes = self._probe()
-        except (KvsemError, RuntimeError, TypeError, ValueError, AssertionError, KeyError) as error:
+        except UNFIT as error:
             self.switch_off(one_line(error))
         self._fingerprint = fingerprint.Fingerprint(model, tokenizer)
 
@@ -158,6 +213,12 @@ class LM:
         """Give the model back to plain transformers: selective prefill does not work on it."""
         self.hooked = f"selective prefill: {reason}"
         self.model.set_attn_implementation("sdpa" if self.model._supports_sdpa else "eager")
+        try:
+            self._check_cache()
+            self.shapes = self._plain_shapes()
+        except UNFIT:
+            self.shapes = []
+        self.resumes = bool(self.shapes)
 
     # -- what the model is ------------------------------------------------------------------
 
@@ -205,7 +266,42 @@ class LM:
             raise ModelError(
                 f"{len(forward.shapes)} of {self.n_layers} layers use the attention function"
             )
-        return [forward.shapes[i] for i in range(self.n_layers)]
+        return [self._as_cached(forward.shapes[i], layers[i]) for i in range(self.n_layers)]
+
+    def _as_cached(self, seen: LayerShape, layer: Any) -> LayerShape:
+        """``seen`` by the attention function, with the sizes of what the cache was given."""
+        heads, key_dim, value_dim = _sizes(layer)
+        if (heads, key_dim, value_dim) == (seen.kv_heads, seen.key_dim, seen.value_dim):
+            return seen
+        expands = [m for n, m in self.layers[layer.layer].named_modules() if n.endswith(EXPANDING)]
+        return LayerShape(
+            seen.query_heads,
+            heads,
+            key_dim,
+            value_dim,
+            seen.window,
+            pair_dim=seen.key_dim + seen.value_dim,
+            per_key=sum(m.weight.numel() for m in expands),
+        )
+
+    def _check_cache(self) -> None:
+        """Raise where a layer keeps more than the KV of each token."""
+        layers = DynamicCache(config=self.model.config).layers
+        if others := {type(layer).__name__ for layer in layers} - KV_LAYERS:
+            names = ", ".join(sorted(others))
+            raise ModelError(f"layers keep a recurrent state, which is no KV of tokens ({names})")
+
+    @torch.no_grad()
+    def _plain_shapes(self) -> list[LayerShape]:
+        """What plain transformers caches of two tokens."""
+        cache = DynamicCache()
+        ids = torch.arange(2, device=self.device)[None]
+        self.model(input_ids=ids, cache=cache, use_cache=True)
+        heads = int(self.config.num_attention_heads)
+        found = [LayerShape(heads, *_sizes(layer), None) for layer in cache.layers]
+        if len(found) != self.n_layers or cache.get_seq_length() != 2:
+            raise ModelError("the layers do not all cache the KV of each token")
+        return found
 
     @torch.no_grad()
     def alone(
@@ -234,18 +330,23 @@ class LM:
 
     @property
     def _linear_weights(self) -> list[int]:
-        """Weights of the linear modules, by layer."""
-        return [
-            sum(m.weight.numel() for m in layer.modules() if isinstance(m, torch.nn.Linear))
-            for layer in self.layers
-        ]
+        """Weights that one token is multiplied by, by layer: of experts, those it is routed to."""
+        n_experts = int(getattr(self.config, "num_experts_per_tok", None) or 1)
+        found = []
+        for layer, shape in zip_longest(self.layers, self.shapes):
+            weights = [p for n, p in layer.named_parameters() if not n.endswith("bias")]
+            total = sum(p.numel() for p in weights if p.dim() == 2)
+            total += sum(p[0].numel() * n_experts for p in weights if p.dim() == 3)
+            found.append(total - (shape.per_key if shape else 0))
+        return found
 
     def cost_of(self, start: int, end: int) -> float:
         """Multiplications that computing tokens ``[start, end)`` of a prompt takes, without the
         head."""
         seen = (end * (end + 1) - start * (start + 1)) / 2
-        per_pair = sum(s.query_heads * (s.key_dim + s.value_dim) for s in self.shapes)
-        return (end - start) * sum(self._linear_weights) + seen * per_pair
+        per_pair = sum(s.per_pair for s in self.shapes)
+        per_key = end * sum(s.per_key for s in self.shapes)
+        return (end - start) * sum(self._linear_weights) + per_key + seen * per_pair
 
     # -- buffers ------------------------------------------------------------------------------
 
@@ -261,7 +362,7 @@ class LM:
         )
 
     def angles(self, deltas: Sequence[int]) -> dict[str | None, tuple[torch.Tensor, torch.Tensor]]:
-        """cos and sin ``[deltas, head_dim]`` by layer type, for `rope.shift`."""
+        """cos and sin ``[deltas, pairs]`` by layer type, for `rope.shift`."""
         assert self.rotary is not None
         at = torch.tensor(list(deltas), dtype=torch.long, device=self.device)
         return {t: rope.angles(self.rotary, at, t) for t in dict.fromkeys(self.layer_types)}
@@ -272,7 +373,7 @@ class LM:
         Sliding layers keep their full length. The cache must stay shorter than the prompt.
         """
         cache = DynamicCache()
-        for layer in range(self.n_layers):
+        for layer in range(self.n_layers if kv.length else 0):
             keys, values = kv.read(layer, kv.length)
             cache.update(keys.clone(), values.clone(), layer)
         if cache.get_seq_length() != kv.length:
@@ -288,7 +389,12 @@ class LM:
         return Forward(n_keys, at, self.n_layers, self.device, **more)
 
     def _run(
-        self, forward: Forward | Step, ids: np.ndarray, cache: Cache, keep: int = 1, offset: int = 0
+        self,
+        forward: Forward | Packed | Step,
+        ids: np.ndarray,
+        cache: Cache,
+        keep: int | torch.Tensor = 1,
+        offset: int = 0,
     ) -> torch.Tensor:
         """``ids``: of the rows at layer 0, which stand at their positions plus ``offset``."""
         ignored = torch.zeros(1, 1, 1, 1, device=self.device)  # a 4D mask passes untouched
@@ -311,23 +417,53 @@ class LM:
         there: bool ``[n]``, a subset of the layer before, with the last token always in it.
         Returns fp32 logits ``[vocab]`` at the last position, and bool ``[layers, n]``: what ran.
         """
-        n = len(ids)
-        self._check_length(n, kv)
-        forward = self._forward(n, _chosen(select, 0, n).nonzero()[:, 0], kv=kv)
-        with self._narrowing(select):
-            logits = self._run(forward, ids[forward.at.numpy()], self._cache())[-1]
-        kv.length = n
-        return logits, forward.computed
+        return self.prefill_many([(ids, kv, select)])[0]
+
+    @torch.no_grad()
+    def prefill_many(self, jobs: Sequence[Job]) -> list[tuple[torch.Tensor, np.ndarray]]:
+        """`prefill` of several prompts in one forward: their rows share every linear layer, each
+        attends over its own ``kv``; one result per job. Prompts of a padded batch: `batch.unpad`.
+        """
+        if not jobs:
+            return []
+        for ids, kv, _ in jobs:
+            self._check_prompt_ids(ids)
+            self._check_length(len(ids), kv, self.resumes)
+        if len(jobs) > 1 and not self._together([len(ids) for ids, _, _ in jobs]):
+            return [self.prefill_many([job])[0] for job in jobs]
+        sets = [_chosen(select, 0, len(ids)) for ids, _, select in jobs]
+        if self.hooked:
+            return [self._resume_selected(*jobs[0][:2], sets[0])]
+        packed = Packed(
+            [
+                self._forward(len(ids), keep.nonzero()[:, 0], kv=kv)
+                for (ids, kv, _), keep in zip(jobs, sets, strict=True)
+            ]
+        )
+        rows = [ids[keep.numpy()] for (ids, _, _), keep in zip(jobs, sets, strict=True)]
+        with self._narrowing([select for _, _, select in jobs]):
+            keep = 1 if len(jobs) == 1 else packed.last
+            logits = self._run(packed, np.concatenate(rows), self._cache(), keep)
+        for ids, kv, _ in jobs:
+            kv.length = len(ids)
+        return list(zip(logits, (part.computed for part in packed.parts), strict=True))
+
+    def _together(self, lengths: Sequence[int]) -> bool:
+        """Whether prompts of so many tokens may share a forward: it has one set of frequencies,
+        and latent attention expands what it is given, which is one prompt's."""
+        beyond = {n > self.steady_tokens for n in lengths}
+        return not self.hooked and len(beyond) == 1 and not any(s.pair_dim for s in self.shapes)
 
     @contextmanager
-    def _narrowing(self, select: Select) -> Iterator[None]:
+    def _narrowing(self, selects: Sequence[Select]) -> Iterator[None]:
         names = [p for p in self._signature.parameters if p != "self"]
 
         def hook(layer: int) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
             def narrow(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 forward = _ACTIVE.get()
-                assert isinstance(forward, Forward)
-                index = forward.narrow(_chosen(select, layer, forward.n_keys))
+                assert isinstance(forward, Packed)
+                asked = zip(selects, forward.parts, strict=True)
+                index = forward.narrow([_chosen(s, layer, part.n_keys) for s, part in asked])
                 hidden = args[0] if index is None else args[0].index_select(-2, index)
                 named = dict(zip(names[1:], args[1:], strict=False)) | kwargs
                 for name, dim in NARROWED.items():
@@ -348,11 +484,40 @@ class LM:
             for handle in handles:
                 handle.remove()
 
+    def _resume_selected(
+        self, ids: np.ndarray, kv: KV, computed: torch.Tensor
+    ) -> tuple[torch.Tensor, np.ndarray]:
+        start = len(ids) - int(computed.sum())
+        if not bool(computed[start:].all()):
+            raise ModelError(f"only what follows an exact prefix can be computed: {self.hooked}")
+        kv.length = start
+        return self._resume(ids[start:], kv, 1)[-1], computed.numpy()[None].repeat(self.n_layers, 0)
+
+    def _resume(self, ids: np.ndarray, kv: KV, keep: int) -> torch.Tensor:
+        """Plain transformers on ``ids`` behind the valid tokens: fp32 logits ``[keep, vocab]``."""
+        start, n = kv.length, kv.length + len(ids)
+        cache = self.to_cache(kv)
+        tokens = torch.from_numpy(ids).to(self.device)[None]
+        out = self.model(
+            input_ids=tokens,
+            attention_mask=torch.ones(1, n, dtype=torch.long, device=self.device),
+            cache=cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        )
+        layers: list[Any] = cache.layers
+        for i, layer in enumerate(layers):
+            kv.write(i, slice(start, n), layer.keys[:, :, start:], layer.values[:, :, start:])
+        kv.length = n
+        return out.logits[0].float()  # type: ignore[no-any-return]
+
     @torch.no_grad()
     def extend(self, ids: Sequence[int], kv: KV) -> torch.Tensor:
         """Append ``ids`` behind the valid tokens; fp32 logits ``[len(ids), vocab]``, one per id."""
         n, m = kv.length, len(ids)
-        self._check_length(n + m, kv)
+        self._check_length(n + m, kv, self.resumes)
+        if self.hooked:
+            return self._resume(np.asarray(ids, dtype=np.int64), kv, m)
         forward = self._forward(n + m, torch.arange(n, n + m), kv=kv)
         logits = self._run(forward, np.asarray(ids, dtype=np.int64), self._cache(), keep=m)
         kv.length = n + m
@@ -377,6 +542,8 @@ class LM:
         ``[len(kvs), vocab]``."""
         for kv in kvs:
             self._check_length(kv.length + 1, kv)
+        if not self._together([kv.length + 1 for kv in kvs]):
+            return torch.cat([self.extend([i], kv) for i, kv in zip(ids, kvs, strict=True)])
         step = Step(kvs, self.device)
         logits = self._run(step, np.asarray(ids, dtype=np.int64), self._cache(), keep=len(kvs))
         for kv in kvs:
@@ -435,8 +602,15 @@ class LM:
                 f"{what} has {n} tokens{more}, more than the model's context of {self.max_tokens}"
             )
 
-    def _check_length(self, n: int, kv: KV) -> None:
-        if self.hooked:
+    def _check_prompt_ids(self, ids: np.ndarray) -> None:
+        if ids.ndim != 1 or not len(ids):
+            raise ModelError(
+                f"a prompt is int64 [tokens], got {[*ids.shape]}: kvsem.batch.unpad takes a padded "
+                "batch apart"
+            )
+
+    def _check_length(self, n: int, kv: KV, resumes: bool = False) -> None:
+        if self.hooked and not resumes:
             raise ModelError(self.hooked)
         self.check_prompt(n)
         if n > kv.capacity:
@@ -446,27 +620,19 @@ class LM:
 def load(name: str, packaged: bool = False, device: str = "auto", dtype: str = "float32") -> LM:
     """A model from the user's packages (``packaged``), a local folder or the hub, self-checked.
 
-    ``device``: auto, cpu, cuda, cuda:1 …; ``dtype``: float32 or bfloat16.
+    ``device``: auto, cpu, cuda, cuda:1 …; ``dtype``: float32 or bfloat16. A tokenizer without a
+    chat template is fine: the parts of a prompt are then joined by blank lines.
     """
     from kvsem.packaged import packaged_path
+    from kvsem.pretrained import read
     from kvsem.selfcheck import check
 
     if dtype not in ("float32", "bfloat16"):
         raise SettingError("dtype", dtype, "float32 or bfloat16")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    source = str(packaged_path(name)) if packaged else name
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            source, dtype=getattr(torch, dtype)
-        )
-        model.to(torch.device(device))  # type: ignore[arg-type]
-    except (OSError, ValueError, RuntimeError, AssertionError) as error:
-        raise ModelError(
-            f"model {name!r} cannot be loaded from {source}: {one_line(error)}"
-        ) from error
+    source = str(packaged_path(name)) if packaged else os.path.expanduser(name)
+    model, tokenizer = read(name, source, device, getattr(torch, dtype))
     lm = LM(model, tokenizer, name)
     lm.support = check(lm)
     for capability in ("exact_prefix", "moved_chunk", "blend"):

@@ -97,15 +97,16 @@ class Planner:
     def _similar(
         self, chunk: Chunk, candidates: list[tuple[ChunkKV, float]], layout: _Layout
     ) -> tuple[ChunkKV | None, np.ndarray, Match]:
-        match = Match("none")
+        best = Match("none")  # of those refused, which come in the order of their scores
         for entry, score in candidates:
             decision = self.gate.accept(chunk.text, Candidate(entry.text, score))
             source = self.aligner.align(chunk.ids, entry.ids) if decision.accepted else None
             if source is not None and (source >= 0).any():
                 return entry, source, Match("semantic", entry.key, score)
-            match = Match("none", entry.key, score, decision.reason or "nothing_aligned")
-            layout.refused.append(match.reason)
-        return None, _nothing(chunk), match
+            reason = decision.reason or "nothing_aligned"
+            layout.refused.append(reason)
+            best = best if best.entry else Match("none", entry.key, score, reason)
+        return None, _nothing(chunk), best
 
 
 def _nothing(chunk: Chunk) -> np.ndarray:

@@ -27,7 +27,11 @@ def check(lm: LM, seed: int = 0) -> Support:
         lm.switch_off(reason)
     if lm.hooked:
         names = ("exact_prefix", "moved_chunk", "blend")
-        return dict.fromkeys(names, (False, lm.hooked)) | support
+        support |= dict.fromkeys(names, (False, lm.hooked))
+        if lm.resumes:
+            support["exact_prefix"] = _verdict(_prefix, lm, seed)
+            lm.resumes = support["exact_prefix"][0]
+        return support
     for name, test in (("exact_prefix", _prefix), ("moved_chunk", _moved), ("blend", _blend)):
         support[name] = _verdict(test, lm, seed)
     return support
@@ -45,6 +49,7 @@ def _ids(lm: LM, seed: int) -> np.ndarray:
     """Random tokens, longer than the smallest sliding window where that is affordable."""
     windows = [s.window for s in lm.shapes if s.window]
     n = 64 if not windows else min(max(64, min(windows) + 16), 1024)
+    n = min(n, lm.steady_tokens)
     vocab = lm.model.get_input_embeddings().weight.shape[0]
     return np.random.default_rng(seed).integers(0, vocab, min(n, lm.max_tokens))
 
@@ -74,8 +79,6 @@ def _plain(lm: LM, ids: np.ndarray) -> str:
 
 
 def _prefix(lm: LM, ids: np.ndarray) -> str:
-    if reason := rope.unsteady(lm.config, lm.layer_types):
-        return reason
     kv, logits = _exact(lm, ids)
     n = len(ids)
     for tensor in (*kv.keys, *kv.values):
@@ -107,25 +110,45 @@ def _moved(lm: LM, ids: np.ndarray) -> str:
     # Values do not move: what they differ by is the noise of two forwards, which in 16 bit grows
     # with depth; keys may differ by twice that. A wrong rotation differs by about 1.
     least, most = (1e-4, 1e-4) if lm.dtype == torch.float32 else (3e-2, 0.2)
-    base = max(-min(MOVES), 0) + 3
+    base, moves = _moves(lm, len(ids))
     keys, values = lm.alone(ids, base)
-    for delta in MOVES:
+    for delta in moves:
         there, same = lm.alone(ids, base + delta)
         angles = lm.angles([delta])
         for layer in range(lm.n_layers):
-            cos, sin = angles[lm.layer_types[layer]]
-            moved = _relative(rope.shift(keys[layer], cos[0], sin[0]), there[layer])
             noise = _relative(values[layer], same[layer])
             if noise > most:
                 return (
                     f"layer {layer}: values at {delta} more differ by {noise:.1e}, not {most:.0e}"
                 )
+            cos, sin = (t[0] for t in angles[lm.layer_types[layer]])
+            if delta == moves[0]:
+                lm.pairs[layer] = _pairs(keys[layer], there[layer], cos, sin)
+            moved = _relative(rope.shift(keys[layer], cos, sin, lm.pairs[layer]), there[layer])
             allowed = max(least, min(2 * noise, most))
             if moved > allowed:
                 return (
                     f"layer {layer}: keys moved by {delta} differ by {moved:.1e}, not {allowed:.0e}"
                 )
     return ""
+
+
+def _moves(lm: LM, n: int) -> tuple[int, list[int]]:
+    """Where ``n`` tokens stand first, and by how much they are moved: all within the positions
+    that share their frequencies."""
+    last = min(lm.steady_tokens, lm.max_tokens) - n
+    base = max(0, min(3 - min(MOVES), last // 2))
+    return base, [min(max(delta, -base), last - base) for delta in MOVES]
+
+
+def _pairs(keys: torch.Tensor, there: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> str:
+    """Which dims of a layer turn together: what fits its own keys at another place best.
+
+    Architectures pair i with i + half or 2i with 2i + 1, and leave some layers unturned, and no
+    configuration says so."""
+    names = (*rope.PAIRS, rope.NO_TURN)
+    errors = [_relative(rope.shift(keys, cos, sin, name), there) for name in names]
+    return names[int(np.argmin(errors))]
 
 
 def _relative(got: torch.Tensor, want: torch.Tensor) -> float:

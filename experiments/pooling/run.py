@@ -102,7 +102,7 @@ def serve(
 ) -> tuple[list[Served], list[Row]]:
     """Serve ``requests`` as they arrive; also what the memory held, iteration by iteration."""
     clock = Clock()
-    loop = Loop(engine, reserve=reserve, clock=clock)
+    loop = Loop(engine, reserve=reserve, clock=clock, max_batch_tokens=1)
     coming = list(zip(requests, arrivals, strict=True))[::-1]
     over: list[Served] = []
     history: list[Row] = []

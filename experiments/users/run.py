@@ -131,7 +131,7 @@ def serve(
     engine = engine_of(cfg, lm, arm)
     users = users_of(cfg, run)
     groups = {request.id: group for group, request in users}
-    loop = Loop(engine)
+    loop = Loop(engine, max_batch_tokens=1)
     engine.drop(engine.prefill(users[0][1]))  # unscored: the model's first use
     now = loop.clock()
     for _, request in users:

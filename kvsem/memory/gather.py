@@ -44,7 +44,7 @@ def _gather_moved(lm: LM, kv: KV, moves: Sequence[tuple[Run, ChunkKV]]) -> None:
         cos, sin = angles[lm.layer_types[layer]]
         keys = torch.cat([entry.keys[layer][:, _there(run)] for run, entry in moves], dim=1)
         values = torch.cat([entry.values[layer][:, _there(run)] for run, entry in moves], dim=1)
-        keys = rope.shift(keys, cos, sin)
+        keys = rope.shift(keys, cos, sin, lm.pairs[layer])
         for source, target in stretches:
             kv.write(layer, target, keys[None, :, source], values[None, :, source])
 

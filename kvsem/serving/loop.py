@@ -1,7 +1,8 @@
 """Several requests in flight: iteration-level scheduling over one pool.
 
-Each iteration admits one waiting request, where the pool has pages for it, and then gives every
-running request one token, all in one forward (Orca, OSDI 2022, section 3).
+Each iteration prefills the first of the queue, as many as the pool has pages for and one forward
+takes, and then gives every running request one token, all in one forward (Orca, OSDI 2022,
+section 3).
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from kvsem.engine import Engine, Prefilled
+from kvsem.engine import Engine, Loaded, Prefilled
 from kvsem.errors import KvsemError, SettingError, one_line
 from kvsem.memory.pool import PoolFullError
 from kvsem.types import Request
+
+MAX_BATCH_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,11 @@ class Loop:
 
     ``reserve``: tokens for which a request is given pages when it is admitted, as with a
     contiguous buffer of the greatest length; None: pages as its tokens come, and where the pool
-    runs out the request admitted last goes back to the queue. ``clock`` in seconds.
+    runs out the request admitted last goes back to the queue. ``max_batch_tokens``: requests are
+    prefilled together as long as they compute no more tokens than this (counted at the first
+    layer); one that computes more goes alone, and with 1 every request does. Those of a batch
+    have their first token at the same time, when all have, and find nothing of each other in the
+    cache. ``clock`` in seconds.
     """
 
     def __init__(
@@ -57,12 +64,17 @@ class Loop:
         engine: Engine,
         reserve: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        max_batch_tokens: int = MAX_BATCH_TOKENS,
     ) -> None:
         if engine.lm.hooked:
             raise KvsemError(f"requests in flight need selective prefill: {engine.lm.hooked}")
         if reserve is not None and reserve < 1:
             raise SettingError("reserve", reserve, "a whole number of tokens from 1 up, or none")
+        if max_batch_tokens < 1:
+            raise SettingError("max_batch_tokens", max_batch_tokens, "a whole number from 1 up")
         self.engine, self.reserve, self.clock = engine, reserve, clock
+        self.max_batch_tokens = max_batch_tokens
+        self._n_alone = 0  # the first of the queue, of a batch that failed
         self.waiting: deque[_Flight] = deque()
         self.running: list[_Flight] = []
         self._cancelled: list[Served] = []
@@ -107,26 +119,60 @@ class Loop:
     # -- inside -----------------------------------------------------------------------------
 
     def _admit(self) -> list[Served]:
-        """The first of the queue is prefilled, where there is room; one that fails is over."""
-        if not self.waiting:
-            return []
-        flight = self.waiting[0]
+        """The first of the queue are prefilled, where there is room; one that fails is over.
+
+        Where several fail together, each of them goes alone in the iterations that follow.
+        """
+        over: list[Served] = []
+        batch: list[Loaded] = []
         try:
-            room = self._room(flight.request)
-            try:
-                flight.done = self.engine.prefill(flight.request, room=room)
-            except PoolFullError:
-                if self.running:
-                    return []  # it waits until somebody gives pages back
-                raise
+            self._load(batch, over)
+        except BaseException:
+            for loaded in batch:
+                self.engine.drop(loaded)
+            raise
+        if not batch:
+            return over
+        self._n_alone = max(0, self._n_alone - len(batch))
+        try:
+            for done in self.engine.compute(batch):
+                self._start(self.waiting.popleft(), done)
         except KvsemError as error:
-            return [self._served(self.waiting.popleft(), error=one_line(error))]
-        self.waiting.popleft()
-        flight.tokens = [flight.done.first][: flight.request.max_new_tokens]
+            if len(batch) > 1:
+                self._n_alone = len(batch)
+            else:
+                over.append(self._served(self.waiting.popleft(), error=one_line(error)))
+        return over
+
+    def _load(self, batch: list[Loaded], over: list[Served]) -> None:
+        """Fill ``batch`` from the head of the queue; requests that fail are ``over``."""
+        limit, n_rows = 1 if self._n_alone else self.max_batch_tokens, 0
+        while len(batch) < len(self.waiting) and n_rows < limit:
+            flight = self.waiting[len(batch)]
+            try:
+                room = self._room(flight.request)
+                try:
+                    loaded = self.engine.load(flight.request, room)
+                except PoolFullError:
+                    if self.running or batch:
+                        return  # it waits until somebody gives pages back
+                    raise
+            except KvsemError as error:
+                del self.waiting[len(batch)]
+                over.append(self._served(flight, error=one_line(error)))
+                continue
+            n_rows += loaded.n_rows
+            if batch and n_rows > limit:
+                self.engine.drop(loaded)
+                return
+            batch.append(loaded)
+
+    def _start(self, flight: _Flight, done: Prefilled) -> None:
+        flight.done = done
+        flight.tokens = [done.first][: flight.request.max_new_tokens]
         if not flight.n_preempted:
             flight.ttft_ms = (self.clock() - flight.arrival) * 1e3
         self.running.append(flight)
-        return []
 
     def _room(self, request: Request) -> int:
         """Tokens behind the prompt that get pages at once; raises where it can never be served."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from kvsem.engine import Engine
+from kvsem.engine import Engine, Loaded, Prefilled
 from kvsem.errors import KvsemError, SettingError
 from kvsem.lm import LM
 from kvsem.memory.memory import MemorySettings
@@ -50,12 +50,14 @@ def alone(plain: Any, engine: Engine, request: Request) -> list[int]:
     return tokens[: ends[0] + 1] if ends else tokens
 
 
-@pytest.mark.parametrize("pool_tokens", [None, 600, 160])
-def test_answers_are_those_of_one_at_a_time(lm: LM, plain: Any, pool_tokens: int | None) -> None:
+@pytest.mark.parametrize(("pool_tokens", "batch"), [(None, 1), (600, 10_000), (160, 200)])
+def test_answers_are_those_of_one_at_a_time(
+    lm: LM, plain: Any, pool_tokens: int | None, batch: int
+) -> None:
     """Shared prefixes, lengths that differ, a pool for all, for some and hardly for one."""
     engine = engine_of(lm, pool_tokens)
     requests = [ask(i, i % 4, n=1 + i % 9, words=8 + 3 * (i % 4)) for i in range(16)]
-    loop = Loop(engine)
+    loop = Loop(engine, max_batch_tokens=batch)
     for request in requests:
         loop.submit(request)
     served = {s.request.id: s for s in watched(loop)}
@@ -78,6 +80,103 @@ def test_several_are_in_flight_at_once(llama: LM) -> None:
         loop.step()
         most = max(most, len(loop.running))
     assert most == 5
+
+
+def sizes_of_batches(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Filled as ``loop`` runs: rows of each request of each forward."""
+    found: list[list[int]] = []
+    compute = loop.engine.compute
+
+    def noted(loaded: Sequence[Loaded]) -> list[Prefilled]:
+        found.append([one.n_rows for one in loaded])
+        return compute(loaded)
+
+    monkeypatch.setattr(loop.engine, "compute", noted)
+    return found
+
+
+def test_what_fits_is_prefilled_together(llama: LM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many of the queue as compute no more than the limit, in order; one above it alone."""
+    engine = engine_of(llama, admit="none")
+    words = [12, 12, 12, 120, 12, 12]
+    requests = [ask(i, i, n=1, words=w) for i, w in enumerate(words)]
+    rows = [len(engine.render(request).ids) for request in requests]
+    limit = sum(rows[:2]) + rows[2] // 2
+    assert rows[3] > limit > rows[4] + rows[5]
+    loop = Loop(engine, max_batch_tokens=limit)
+    batches = sizes_of_batches(loop, monkeypatch)
+    for request in requests:
+        loop.submit(request)
+    served = list(watched(loop))
+    assert batches == [rows[:2], rows[2:3], rows[3:4], rows[4:]]
+    assert [s.request.id for s in served] == [r.id for r in requests]
+
+
+def test_what_is_cached_does_not_count(llama: LM, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(llama)
+    engine.generate(ask(0, 0, words=40))
+    loop = Loop(engine, max_batch_tokens=60)
+    batches = sizes_of_batches(loop, monkeypatch)
+    requests = [ask(i, 0, words=40) for i in (1, 2, 3)]
+    assert len(engine.render(requests[0]).ids) > 60
+    for request in requests:
+        loop.submit(request)
+    list(watched(loop))
+    assert list(map(len, batches)) == [3]
+
+
+def test_one_at_a_time_stays_available(llama: LM, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(llama)
+    loop = Loop(engine, max_batch_tokens=1)
+    batches = sizes_of_batches(loop, monkeypatch)
+    for i in range(4):
+        loop.submit(ask(i, i))
+    loop.step()
+    assert len(loop.running) == 1
+    list(watched(loop))
+    assert list(map(len, batches)) == [1, 1, 1, 1]
+
+
+def test_one_that_fails_in_a_batch_fails_alone(llama: LM, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(llama)
+    loop = Loop(engine)
+    compute = engine.compute
+
+    def picky(loaded: Sequence[Loaded]) -> list[Prefilled]:
+        if any(one.request.id == "r1" for one in loaded):
+            for one in loaded:
+                engine.drop(one)
+            raise KvsemError("r1 is refused")
+        return compute(loaded)
+
+    monkeypatch.setattr(engine, "compute", picky)
+    for i in range(5):
+        loop.submit(ask(i, i))
+    served = {s.request.id: s for s in watched(loop)}
+    assert [i for i, s in served.items() if s.error] == ["r1"]
+    assert len(served) == 5
+
+
+def test_loading_that_breaks_gives_everything_back(
+    llama: LM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(llama)
+    loop = Loop(engine)
+    for i in range(3):
+        loop.submit(ask(i, i))
+    load = engine.load
+
+    def broken(request: Request, room: int | None = None) -> Loaded:
+        if request.id == "r2":
+            raise RuntimeError("out of memory")
+        return load(request, room)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "load", broken)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            loop.step()
+    assert engine.memory.pool.n_active == 0
+    assert {s.request.id for s in watched(loop)} == {"r0", "r1", "r2"}
 
 
 def test_a_pool_that_runs_out_sends_the_last_back(llama: LM) -> None:
@@ -115,7 +214,7 @@ def test_reservation_holds_fewer_at_once(llama: LM) -> None:
 def test_cancelling_releases_exactly_its_references(llama: LM) -> None:
     engine = engine_of(llama)
     engine.generate(ask(0, 0))
-    loop = Loop(engine)
+    loop = Loop(engine, max_batch_tokens=1)
     for i in (1, 2, 3):
         loop.submit(ask(i, 0))
     loop.step()
@@ -180,6 +279,8 @@ def test_an_iteration_that_breaks_gives_everything_back(
 def test_bad_settings_and_ids_are_refused(llama: LM) -> None:
     with pytest.raises(SettingError, match="reserve=0"):
         Loop(engine_of(llama), reserve=0)
+    with pytest.raises(SettingError, match="max_batch_tokens=0"):
+        Loop(engine_of(llama), max_batch_tokens=0)
     loop = Loop(engine_of(llama))
     loop.submit(ask(0, 0))
     with pytest.raises(KvsemError, match="in flight already"):

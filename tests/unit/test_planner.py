@@ -345,6 +345,14 @@ def test_refusals_are_counted_with_their_reasons() -> None:
     assert plan.refused == ("nothing_aligned",)
 
 
+def test_a_refused_chunk_shows_its_best_candidate() -> None:
+    bench = Bench(gate=ThresholdGate(0.999))
+    known = bench.learn(rag(*TEXTS[:3]))
+    plan, _ = bench.plan(rag(edited(TEXTS[1])))
+    assert len(plan.refused) == 3
+    assert plan.matches[1].entry == known[2].key
+
+
 def test_a_stale_index_is_no_source() -> None:
     bench = Bench()
     chunks = bench.learn(rag(TEXTS[0]))
