@@ -225,11 +225,11 @@ def figure(summary: Mapping[str, Any]) -> Figure:
                     axes.plot([x, x], [e["low"], e["high"]], color="black", lw=1)
             axes.axhline(1, color="#6B6B6B", lw=0.8)
             axes.set_xticks(
-                np.arange(4) + 0.19, ["all", "share a policy", "share a context", "others"]
+                np.arange(4) + 0.19, ["all", "share\na policy", "share\na context", "others"]
             )
-            axes.set(title=title)
+            axes.set(title=title, ylim=(0, 1.35))
         drawn.axes[0].set_ylabel("÷ no sharing")
-        drawn.axes[0].legend(frameon=False)
+        drawn.axes[0].legend(frameon=False, loc="upper left", ncols=2)
     return drawn
 
 
