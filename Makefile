@@ -39,6 +39,7 @@ run: install model  ## the default experiment, into runs/ (MODEL=gemma3_270m to 
 # CI reads the last line: pytest comes last and nothing is printed behind it.
 test: export HF_HUB_OFFLINE = 1
 test: export WANDB_MODE = offline
+test: export CI = 1
 test: install model lint types smoke  ## lint, types, a small experiment, the tests
 	$(BIN) -m pytest -q -m 'not slow or ci'
 
