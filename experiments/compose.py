@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, InstantiationException, OverrideParseException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from kvsem.errors import KvsemError, SettingError, check_range
 from kvsem.memory.memory import MemorySettings
@@ -72,7 +73,11 @@ def _number(name: str, cfg: DictConfig) -> float:
 
 
 def _names(group: str) -> tuple[str, ...]:
-    names = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    """What a group offers, in ``conf/`` and in a folder given with ``--config-dir``."""
+    if GlobalHydra.instance().is_initialized():
+        names = GlobalHydra.instance().config_loader().get_group_options(group)
+    else:
+        names = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
     return tuple(name for name in names if (group, name) != ("arm", "base"))
 
 
@@ -96,19 +101,19 @@ def unknown(name: str, known: set[str]) -> SettingError:
 def arm_config(name: str, cfg: DictConfig) -> DictConfig:
     """The arm ``conf/arm/NAME.yaml``, or the base arm with the rule ``conf/recompute/NAME.yaml``.
 
-    Settings of the run that hold for every arm are laid over it.
+    Settings of the run that hold for every arm are laid over it, but for what it calls ``fixed``.
     """
-    own = (CONF / "arm" / f"{name}.yaml").is_file()
+    own = name in _names("arm")
     rule = [] if own else [f"recompute@arm.recompute={name}"]
     arm: DictConfig = compose(f"arm/{name}" if own else "arm/base", overrides=rule).arm
     _check_arm(name, arm)
     OmegaConf.set_struct(arm, False)
     for part in CHOSEN:
         arm.setdefault(part, None)  # `override /embedder@embedder: null` leaves no key
-        if cfg.get(part) is not None:
+        if cfg.get(part) is not None and part not in arm.fixed:
             arm[part] = cfg[part]
     for key, value in cfg.memory.items():
-        if value is not None:
+        if value is not None and f"memory.{key!s}" not in arm.fixed:
             arm.memory[key] = value
     if cfg.recompute_ratio is not None and "ratio" in arm.recompute:
         arm.recompute.ratio = cfg.recompute_ratio
@@ -129,6 +134,10 @@ def _check_arm(name: str, arm: DictConfig) -> None:
     for kind in arm.drop:
         if kind not in CACHEABLE:
             raise SettingError(f"arm/{name}.yaml: drop", kind, f"kinds of {sorted(CACHEABLE)}")
+    fixable = [*CHOSEN, *(f"memory.{key!s}" for key in base.memory)]
+    for setting in arm.fixed:
+        if setting not in fixable:
+            raise SettingError(f"arm/{name}.yaml: fixed", setting, f"names out of {fixable}")
 
 
 def config_text(cfg: DictConfig) -> str:
@@ -172,7 +181,7 @@ def describe_part(cfg: Any) -> str:
     values = OmegaConf.to_container(cfg) if OmegaConf.is_config(cfg) else cfg
     if not isinstance(values, Mapping) or "_target_" not in values:
         return str(values)
-    shown = (f"{k!s}={v}" for k, v in values.items() if not str(k).startswith("_"))
+    shown = (f"{k!s}={describe_part(v)}" for k, v in values.items() if not str(k).startswith("_"))
     return f"{values['_target_'].rsplit('.', 1)[-1]}({', '.join(shown)})"
 
 
@@ -194,5 +203,6 @@ def one_line(error: BaseException) -> str:
             return f"{group}={name!r}: expected one of {', '.join(map(str, options))}"
     if isinstance(error, OverrideParseException):
         return f"{error.override!r} cannot be read: name=value, with brackets closed and quoted"
-        text = text.splitlines()[0]
+    if isinstance(error, MissingMandatoryValue):
+        return f"{error.full_key}: it has no default; expected {error.full_key}=…"
     return re.sub(r"\s+", " ", text)

@@ -10,7 +10,8 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,8 @@ from kvsem.results import RunDir, summarise  # noqa: E402
 from kvsem.tracking import track  # noqa: E402
 from kvsem.types import Request  # noqa: E402
 
+NEWS_S = 30.0  # between two lines of progress where there is no terminal
+FLAGS = ("--multirun", "-m", "--help", "-h")
 PARTS = ("chunker", "embedder", "index", "gate", "aligner", "recompute", "context")
 
 
@@ -75,7 +78,10 @@ class Experiment:
         if not self.requests:
             raise DataError("the workload has no requests")
         self.configs = {name: arm_config(name, cfg) for name in cfg.arms if name not in ALWAYS}
+        for arm in self.configs.values():
+            memory_settings(arm.memory)  # a mistake is told before a model is loaded
         self._shared: dict[str, Any] = {}
+        self.warned: list[str] = []  # while passages were ingested
         self.lm = make(cfg.model, "model")
         self.arms = [self._arm(name, arm) for name, arm in self.configs.items()]
         self.harness = self._harness()
@@ -83,6 +89,11 @@ class Experiment:
             self.harness.check(request)
             if request.donors and not self.workload.ingest:
                 raise SettingError("workload.ingest", False, "true: a donor has to be ingested")
+        for context in (arm.engine.context for arm in self.arms):
+            if self.workload.ingest:
+                context.donors((), cfg.seed)  # one that nothing is ingested for says so here
+            elif context.name == "filler_kv":
+                raise SettingError("workload.ingest", False, "true: filler has to be ingested")
 
     def _arm(self, name: str, arm: DictConfig) -> Arm:
         parts = {part: self._part(part, arm[part]) for part in PARTS}
@@ -155,18 +166,27 @@ class Experiment:
             arm.engine.vectors.warm_up()  # a model's first use is nobody's build or store time
         with _progress(self.console) as progress:
             if self.workload.ingest and left:
-                self._ingest(progress)
+                with _kept(self.warned):
+                    self._ingest(progress)
             if left:
                 self.harness.warm_up(self.requests[0])
-            task = progress.add_task("requests", total=len(left))
-            for rows in self.harness.run(left):
+                task = progress.add_task("requests", total=len(left))
+            news = time.monotonic()
+            for done, rows in enumerate(self.harness.run(left), start=1):
                 for row in rows:
                     if (row["request"], row["arm"]) not in finished:
                         run.append(row)
                 progress.advance(task)
-        build_ms = self._build_ms() or _built_before(run.path)
+                if not self.console.is_terminal and time.monotonic() - news > NEWS_S:
+                    news = time.monotonic()
+                    self.console.print(f"request {done} of {len(left)}")
+        build_ms, notes = self._build_ms(), self.warned
+        if not left:
+            build_ms, notes = _before(run.path)
         rows = list(run.rows())
-        summary = summarise(rows, build_ms, self._support(), self._status(rows))
+        status = self._status(rows)
+        status["notes"] = list(dict.fromkeys([*notes, *status["notes"]]))
+        summary = summarise(rows, build_ms, self._support(), status)
         run.write_summary(summary)
         return summary
 
@@ -204,9 +224,12 @@ class Experiment:
         if len({row["group"] or row["request"] for row in rows}) < 2:
             notes.append("all rows come from one document: the intervals say nothing")
         notes += turn_notes(self.lm.tokenizer, self.requests)
-        if self.harness.n_cached:
+        n_earlier = sum(
+            row["arm"] == "exact" and row.get("from_earlier_run", False) for row in rows
+        )
+        if n_earlier:
             notes.append(
-                f"exact's answers and times of {self.harness.n_cached} requests come from an "
+                f"exact's answers and times of {n_earlier} requests come from an "
                 "earlier run on this machine (baselines=measure measures them anew, interleaved)"
             )
         for arm in self.arms:
@@ -219,13 +242,29 @@ class Experiment:
         return {"state": "finished", "n_requests": len(self.requests), "notes": notes}
 
 
-def _built_before(run: Path) -> dict[str, float]:
-    """Build times of a run that is summarised again with nothing left to do."""
+def _before(run: Path) -> tuple[dict[str, float], list[str]]:
+    """Build times and notes of a run that is summarised again with nothing left to do."""
+    key = "cost/build_ms"
     try:
-        arms = json.loads((run / "summary.json").read_text(encoding="utf-8"))["arms"]
+        found = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+        built = {name: keys[key]["mean"] for name, keys in found["arms"].items() if key in keys}
+        return built, list(found["status"]["notes"])
     except (OSError, ValueError, KeyError):
-        return {}
-    return {n: keys["cost/build_ms"]["mean"] for n, keys in arms.items() if "cost/build_ms" in keys}
+        return {}, []
+
+
+@contextmanager
+def _kept(notes: list[str]) -> Iterator[None]:
+    """Warnings are shown, and kept in ``notes`` for the record."""
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def keep(message: Warning | str, *more: Any, **named: Any) -> None:
+            notes.append(str(message))
+            show(message, *more, **named)
+
+        warnings.showwarning = keep
+        yield
 
 
 def _metric(name: str) -> DictConfig:
@@ -276,7 +315,8 @@ def perform(cfg: DictConfig) -> None:
         track(run, tracking)
     console.print(terminal_table(summary))
     for note in summary["status"]["notes"]:
-        console.print(f"note: {note}")
+        if note not in experiment.warned:  # said when it happened
+            console.print(f"note: {note}")
     console.print(f"report: {page}", soft_wrap=True)
 
 
@@ -288,8 +328,9 @@ def entry(arguments: Sequence[str] | None = None) -> int:
     """Run, and turn a user's mistake into one line and exit code 2."""
 
     warnings.showwarning = _warn
-    if arguments is not None:
-        sys.argv[1:] = list(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    # Hydra takes a setting ahead of a flag, or behind it, but not both
+    sys.argv[1:] = sorted(given, key=lambda argument: argument not in FLAGS)
     try:
         main()
     except MISTAKES as error:

@@ -101,6 +101,7 @@ def attempt(perform: Callable[[DictConfig], None], cfg: DictConfig) -> None:
     path, overrides = Path(cfg.out), [str(o) for o in HydraConfig.get().overrides.task]
     shown = [hidden(o) for o in overrides if not o.startswith("out=")]
     write_status(path, "running", shown)
+    print(f"job {path.name}", flush=True)
     try:
         perform(cfg)
     except MISTAKES as error:

@@ -12,11 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from kvsem.errors import DataError, SettingError
-from kvsem.report import COLUMNS, number, short
+from kvsem.report import columns_of, number, short
 from kvsem.results import RunDir, load_run
 from kvsem.summary import Row, bootstrap, cluster, comparable
 
-KEYS = tuple(column.key for column in COLUMNS)
 MODEL = ("model", "namespace", "dtype")  # one factor: none of them changes alone
 Floats = npt.NDArray[np.float64]
 
@@ -88,7 +87,7 @@ def compare(
     for key in keys:
         if key not in known:
             raise SettingError("--key", key, f"one of {', '.join(known)}")
-    chosen = [key for key in (keys or KEYS) if key in known]
+    chosen = list(keys) or _default_keys(known)
     differences = [d for arm in shared_arms for d in _paired(a, b, arm, requests, chosen)]
     equal, differ = _settings(a, b, shared_arms)
     n_only = tuple(len({r for r, _ in run.rows} - set(requests)) for run in (a, b))
@@ -204,6 +203,11 @@ def _value(row: Row, key: str) -> float:
 
 
 # Settings -------------------------------------------------------------------------------------
+
+
+def _default_keys(known: Sequence[str]) -> list[str]:
+    """Keys of the report's table: kvsem's own, then of metrics that it does not know."""
+    return [c.key for c in columns_of({"arms": {"": dict.fromkeys(known)}})]
 
 
 def _settings(

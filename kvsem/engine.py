@@ -20,14 +20,14 @@ from kvsem.contexts.in_company import InCompany
 from kvsem.embedders.base import Embedder
 from kvsem.errors import KvsemError, SettingError
 from kvsem.fingerprint import of_tenant
-from kvsem.forward import KV
+from kvsem.forward import Job
 from kvsem.gates.base import Gate
 from kvsem.gates.threshold import ThresholdGate
 from kvsem.index.base import ChunkIndex
 from kvsem.index.flat import FlatIndex
 from kvsem.ingest import build
 from kvsem.keys import digest
-from kvsem.lm import LM, Select
+from kvsem.lm import LM
 from kvsem.memory.gather import gather
 from kvsem.memory.memory import Memory, MemorySettings, exact_tokens
 from kvsem.memory.pages import PagedKV
@@ -37,8 +37,9 @@ from kvsem.memory.store import ChunkStore
 from kvsem.memory.vectors import ChunkVectors
 from kvsem.planner import KINDS_OF_REUSE, Planner
 from kvsem.prompt import Prompt, render
-from kvsem.recompute.base import Adjusts, Needs, Recompute, State
+from kvsem.recompute.base import Recompute
 from kvsem.recompute.none import NoRecompute
+from kvsem.repair import Repair
 from kvsem.types import (
     ChunkKV,
     Cost,
@@ -63,15 +64,15 @@ class Loaded:
     prompt: Prompt
     plan: ReusePlan
     kv: PagedKV
-    select: Select
-    n_rows: int  # tokens that the first layer computes
+    job: Job  # what is left to forward
+    n_rows: int  # tokens that its first layer computes
+    repair: Repair
     namespace: str
     depth: int  # of the entries that it was put together from, the deepest
     started: float
     plan_ms: float
     load_ms: float
-    look_ms: float  # the question's pass over the assembled cache
-    look_multiplications: int
+    look_ms: float  # passes ahead of the last one
 
 
 @dataclass
@@ -91,6 +92,7 @@ class Prefilled:
     prompt_logprobs: torch.Tensor | None = None  # fp32 [n - 1], of tokens 1 … on request
     namespace: str = ""  # that its KV belongs to
     depth: int = 0  # of the entries that it was put together from, the deepest
+    unsettled: np.ndarray | None = None  # bool [n]: recomputed in a pass before the last only
 
 
 class Engine:
@@ -132,7 +134,6 @@ class Engine:
         self.aligner: Aligner = aligner or EditAligner()
         self.gate: Gate = gate or ThresholdGate()
         self.recompute: Recompute = recompute or NoRecompute()
-        self.needs = getattr(self.recompute, "needs", Needs())
         self.context: DonorContext = context or InCompany()
         self.admit, self.n_candidates, self.seed = admit, n_candidates, seed
         self.reuse = reuse
@@ -300,12 +301,12 @@ class Engine:
             entries = self._entries(plan)
             gather(self.lm, kv, plan.runs, entries)
             self.memory.settle(kv)
-            state = self._state(plan, kv, int(digest("seed", run=self.seed, r=request.id)[:15], 16))
+            seed = int(digest("seed", run=self.seed, r=request.id)[:15], 16)
+            repair = Repair.of(self.lm, self.recompute, plan, kv, prompt.ids, seed)
             self.lm.wait()
             loaded = time.perf_counter()
-            attended = self._look(prompt, kv, state)
+            job, n_rows = repair.ready()
             looked = time.perf_counter()
-            select, n_rows = self._select(state, kv)
         except BaseException:
             self.memory.close(kv)
             raise
@@ -314,15 +315,15 @@ class Engine:
             prompt,
             plan,
             kv,
-            select,
+            job,
             n_rows,
+            repair,
             namespace,
             max((entry.depth for entry in entries.values()), default=0),
             start,
             (planned - start) * 1e3,
             (loaded - planned) * 1e3,
             (looked - loaded) * 1e3,
-            attended,
         )
 
     def compute(self, loaded: Sequence[Loaded]) -> list[Prefilled]:
@@ -351,12 +352,13 @@ class Engine:
                 one.kv,
                 logits,
                 first,
-                computed,
+                one.repair.computed(computed),
                 self._cost(one, computed, (done - start) * 1e3, ttft_ms),
                 gauges,
                 logprobs,
                 one.namespace,
                 one.depth,
+                one.repair.unsettled(computed),
             )
             for one, first, (logits, computed, logprobs) in zip(
                 loaded, firsts, results, strict=True
@@ -370,8 +372,9 @@ class Engine:
             load_ms=one.load_ms,
             prefill_ms=one.look_ms + forward_ms,
             ttft_ms=ttft_ms,
-            multiplications=self.lm.multiplications(computed, heads) + one.look_multiplications,
-            recomputed_layer_tokens=int((computed & one.plan.matched).sum()),
+            multiplications=self.lm.multiplications(computed, heads) + one.repair.multiplications,
+            recomputed_layer_tokens=int((computed & one.plan.matched).sum())
+            + one.repair.layer_tokens,
             kv_bytes=self.memory.nbytes,
         )
 
@@ -402,11 +405,7 @@ class Engine:
 
     def _forward(self, loaded: Sequence[Loaded]) -> list[Computed]:
         """All that need one row of logits together, the others one by one."""
-        jobs = [
-            (one.prompt.ids, one.kv, one.select)
-            for one in loaded
-            if not one.request.prompt_logprobs
-        ]
+        jobs = [one.job for one in loaded if not one.request.prompt_logprobs]
         packed = iter(self.lm.prefill_many(jobs))
         return [
             self._with_logprobs(one) if one.request.prompt_logprobs else (*next(packed), None)
@@ -423,59 +422,6 @@ class Engine:
     def _entries(self, plan: ReusePlan) -> dict[str, ChunkKV]:
         found = {run.entry: self.store.get(run.entry) for run in plan.runs}
         return {key: entry for key, entry in found.items() if entry is not None}
-
-    def _state(self, plan: ReusePlan, kv: KV, seed: int) -> State:
-        """What the rule may look at; its ``adjust`` is applied to the reused KV here."""
-        n = plan.n_tokens
-        matched = torch.from_numpy(plan.matched)
-        spans = [(c.start, c.end) for c in plan.chunks if bool(matched[c.start : c.end].any())]
-        state = State(n, matched, torch.from_numpy(plan.provenance == Provenance.NEW), spans, seed)
-        if isinstance(self.recompute, Adjusts) and bool(matched.any()):
-            at = matched.nonzero()[:, 0]
-            there = at.to(self.lm.device)
-            for layer in range(self.lm.n_layers):
-                keys, values = (t[0][:, there] for t in kv.read(layer, n))
-                keys, values = self.recompute.adjust(layer, keys, values, state)
-                kv.write(layer, at, keys[None], values[None])
-        for layer in self.needs.fresh_layers:
-            if layer >= self.lm.n_layers:
-                raise SettingError(
-                    "recompute: layer", layer, f"a layer from 0 to {self.lm.n_layers - 1}"
-                )
-            keys, values = (t[0].clone() for t in kv.read(layer, n))
-            state.reused[layer] = keys, values
-        return state
-
-    def _look(self, prompt: Prompt, kv: KV, state: State) -> int:
-        """The question's pass over the assembled cache, where the rule needs it; its cost."""
-        if not self.needs.question_attention or self.lm.hooked:
-            return 0
-        rows = state.new.nonzero()[:, 0].numpy()
-        state.question_attention = self.lm.question_attention(prompt.ids, kv, rows)
-        passed = np.zeros((self.lm.n_layers, state.n_tokens), dtype=bool)
-        passed[:, rows] = True
-        return self.lm.multiplications(passed)
-
-    def _select(self, state: State, kv: KV) -> tuple[Select, int]:
-        """What is computed at each layer, and how many tokens at the first, which is asked now."""
-        whole, version = state.new, -1
-        if self.lm.hooked:  # nothing is matched, and no rule to ask
-            return lambda _: whole, int(whole.sum())
-
-        def select(layer: int) -> torch.Tensor:
-            nonlocal whole, version
-            if layer - 1 in self.needs.fresh_layers:
-                keys, values = kv.read(layer - 1, state.n_tokens)
-                state.fresh[layer - 1] = keys[0], values[0]
-            chosen = self.recompute.tokens(layer, state)
-            # an unchanged set stays the same object; the version tells of changes made in place
-            if chosen is not state.previous or chosen._version != version:
-                whole, version = state.new | (chosen & state.matched), chosen._version
-            state.previous = chosen
-            return whole
-
-        first = select(0)
-        return lambda layer: first if layer == 0 else select(layer), int(first.sum())
 
     # -- decode and admit -----------------------------------------------------------------------
 
@@ -562,7 +508,10 @@ class Engine:
         ids = np.concatenate([done.prompt.ids, tokens])[: done.kv.length]
         if len(ids) > self.lm.steady_tokens:
             return  # its frequencies are those of long prompts only
-        approximate = plan.matched & ~done.computed.all(axis=0)
+        settled = done.computed.all(axis=0)
+        if done.unsettled is not None:
+            settled &= ~done.unsettled
+        approximate = plan.matched & ~settled
         n_exact = exact_tokens(approximate, len(ids))
         admission = self.admission
         for chunk, match in zip(plan.chunks, plan.matches, strict=True):

@@ -20,7 +20,7 @@ CLASSES = ("prefix", "chunk", "semantic", "recomputed", "new")
 REASONS = {
     "": "all of it that may be reused comes from prefix pages; the last token is always computed",
     "unknown": "no cached prompt begins like this one",
-    "diverged": "the cached prompt goes on otherwise",
+    "diverged": "the cached prompt ends there, or goes on otherwise",
     "evicted": "the next page was there, and was evicted",
     "old_version": "what is there belongs to another version of the model",
     "below_page_size": "what is left does not fill a page",
@@ -192,5 +192,8 @@ def sentences(found: Explanation) -> Iterator[str]:
     """Where the exact prefix ends and why, and how the turn before goes on."""
     where = f"token {found.n_paged}, ahead of {found.next_token!r}"
     yield f"prefix pages end at {where}: {found.prefix_ends}"
+    behind = found.counts["prefix"] - found.n_paged
+    if behind > 0:
+        yield f"{behind} tokens behind them are exact too: passages computed in just this context"
     if found.turn_before is not None:
         yield f"from the turn before and its reply, this prompt {found.turn_before}"

@@ -7,9 +7,9 @@ recomputed token in the middle sees exactly the tokens before it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ GROUP_ROWS = 32
 MAX_GROUPS = 16
 
 Rows = slice | torch.Tensor  # token positions: a stretch, or int64 on the CPU, ascending
+Select = Callable[[int], torch.Tensor]  # layer -> bool [n_tokens] on the CPU
 
 
 class KV(Protocol):
@@ -45,6 +46,29 @@ class KV(Protocol):
     def truncate_to(self, n: int) -> None:
         """Keep the first ``n`` tokens."""
         ...
+
+
+@dataclass
+class Watch:
+    """Who looks at what: attention weights of the rows from position ``start`` on, mean over
+    heads and rows. ``seen[l]``: fp32 ``[n_tokens]`` on the model's device, once layer l has run."""
+
+    start: int = 0
+    seen: list[torch.Tensor] = field(default_factory=list)
+
+
+class Job(NamedTuple):
+    """A prompt to prefill: ``ids`` int64 ``[n]``, its KV, and what is computed of it.
+
+    ``written(layer)`` is called when the K and V of a layer's rows are in ``kv``, before anything
+    attends over them.
+    """
+
+    ids: np.ndarray
+    kv: KV
+    select: Select
+    written: Callable[[int], None] | None = None
+    watch: Watch | None = None
 
 
 @dataclass
@@ -181,7 +205,8 @@ class Forward:
     device: torch.device
     kv: KV | None = None  # None: K and V are handed through, none are kept
     probing: bool = False
-    capture: list[torch.Tensor] | None = None
+    written: Callable[[int], None] | None = None
+    watch: Watch | None = None
     layer: int = 0
     shapes: dict[int, LayerShape] = field(default_factory=dict)
     _span: tuple[int, int] | None = None
@@ -217,6 +242,8 @@ class Forward:
         assert self.kv is not None
         self.kv.write(self.layer, self._written, k, v)
         self.computed[self.layer, self.at.numpy()] = True
+        if self.written is not None:
+            self.written(self.layer)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values that the rows attend over, ``[1, kv_heads, n_keys, head_dim]``."""
@@ -319,15 +346,17 @@ class Forward:
         if self.probing:
             heads = query.shape[1], key.shape[1]
             self.shapes[self.layer] = LayerShape(*heads, key.shape[-1], value.shape[-1], window)
-        if self.capture is not None:
-            positions = torch.arange(self.n_keys, device=query.device)
-            hidden = positions[None] > self.rows[:, None]
+        if self.watch is not None:
+            first = int(torch.searchsorted(self.at, self.watch.start))
+            rows, positions = self.rows[first:], torch.arange(self.n_keys, device=query.device)
+            hidden = positions[None] > rows[:, None]
             if window is not None:
-                hidden |= positions[None] <= self.rows[:, None] - window
+                hidden |= positions[None] <= rows[:, None] - window
             mask = torch.zeros(hidden.shape, device=query.device)
             mask = mask.masked_fill_(hidden, float("-inf"))
-            weights = attention_weights(query.float(), key.float(), mask, scaling, softcap, sinks)
-            self.capture.append(weights.mean(dim=(0, 1, 2)))  # over heads and rows
+            looking = query[:, :, first:].float()
+            weights = attention_weights(looking, key.float(), mask, scaling, softcap, sinks)
+            self.watch.seen.append(weights.mean(dim=(0, 1, 2)))
 
 
 @dataclass

@@ -7,6 +7,7 @@ id. Quality is then read off the very KV that was timed.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -106,13 +107,14 @@ class Harness:
         key = self._key(request, prompt)
         baseline = self.baselines.load(key) if self.baselines else None
         trial = self._prefill(index, request, len(prompt.ids), with_exact=baseline is None)
+        earlier = {} if baseline is None else {"from_earlier_run": True}
         if baseline is None:
             baseline = self._baseline(trial)
             if self.baselines:
                 self.baselines.save(key, baseline)
         else:
             self.n_cached += 1
-        rows = [self._stamped(row, request) for row in baseline.rows]
+        rows = [self._stamped(row | earlier, request) for row in baseline.rows]
         for arm in self.arms:
             row = self._row(arm, trial, baseline)
             start = time.perf_counter()
@@ -132,7 +134,7 @@ class Harness:
             answers="\0".join(request.answers),
             device=device_name(self.lm.device),
             threads=torch.get_num_threads(),
-            metrics=";".join(f"{type(m).__qualname__} {vars(m)}" for m in self.metrics),
+            metrics=";".join(_identity(m) for m in self.metrics),
             chunker=f"{type(self.exact[0].engine.chunker).__qualname__}",
             versions=" ".join(f"{name} {number}" for name, number in versions().items()),
             cpu=cpu(),
@@ -232,6 +234,16 @@ class Harness:
         own = dict(arm.settings) if arm else {}
         head: Row = {"request": request.id, "group": request.group}
         return head | row | {"settings": self.settings | own}
+
+
+def _identity(metric: Metric) -> str:
+    """Name and settings; of one that is not kvsem's, whose code is known, also its source."""
+    kind = type(metric)
+    try:
+        own = "" if kind.__module__.startswith("kvsem.") else inspect.getsource(kind)
+    except (OSError, TypeError):  # typed in at a prompt
+        own = ""
+    return f"{kind.__qualname__} {vars(metric)} {own}".rstrip()
 
 
 def _first_divergence(exact: Observation, arm: Observation) -> dict[str, float] | None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from kvsem.admit import Admission
-from kvsem.contexts.base import Donor
+from kvsem.contexts.base import FILLER, Donor
 from kvsem.forward import KVBuffer
 from kvsem.lm import LM
 from kvsem.memory.pages import PagedKV
 from kvsem.planner import Planner
-from kvsem.prompt import Prompt, render
+from kvsem.prompt import render
 from kvsem.types import Chunk, Message, Request, Segment
 
 
@@ -30,7 +32,9 @@ def build(donor: Donor, lm: LM, planner: Planner, admission: Admission) -> None:
     known = admission.memory.chunks
     if not chunks or (admission.keeps_chunks and all(chunk.key in known for chunk in chunks)):
         return
-    ids = prompt.ids[: last[-1].end]
+    head = planner.chunks(prompt, prompt.pieces[0]) if prompt.pieces[0].kind == "system" else []
+    n_head = head[0].end if head else 0
+    ids, chunks = _laid_out(donor, prompt.ids, n_head, chunks, lm.tokenizer)
     if len(ids) > min(lm.max_tokens, lm.steady_tokens) and donor.company:
         warnings.warn("a passage and its company are longer than the context", stacklevel=2)
         build(replace(donor, company=(), context="behind_system"), lm, planner, admission)
@@ -41,30 +45,42 @@ def build(donor: Donor, lm: LM, planner: Planner, admission: Admission) -> None:
             f"a passage stands past {lm.steady_tokens} tokens, where rope changes", stacklevel=2
         )
         return
-    head = planner.chunks(prompt, prompt.pieces[0]) if prompt.pieces[0].kind == "system" else []
-    n_head = head[0].end if head else 0
     namespace = planner.namespace
-    if admission.keeps_chunks and donor.bare:
-        _build_bare(donor, prompt, chunks, lm, namespace, admission)
+    if donor.bare and admission.keeps_chunks:
+        kv = _exact(ids, "", lm, admission)
+        admission.keep(chunks, kv, ids, namespace, donor.context, int(donor.filler))
     if donor.bare or not admission.keeps_chunks:
-        ids, chunks = ids[:n_head], []
+        ids, chunks = prompt.ids[:n_head], []
     if chunks or admission.match(namespace, ids[:n_head]).n_tokens < n_head:
         kv = _exact(ids, namespace, lm, admission)
         admission.publish(kv, ids[:n_head], namespace)
-        admission.keep([*head, *chunks], kv, ids, namespace, donor.context)
+        admission.keep(head, kv, ids, namespace, donor.context)
+        admission.keep(chunks, kv, ids, namespace, donor.context, int(donor.filler))
 
 
-def _build_bare(
-    donor: Donor, prompt: Prompt, chunks: list[Chunk], lm: LM, namespace: str, admission: Admission
-) -> None:
-    """The passage behind BOS only."""
-    bos = lm.tokenizer.bos_token_id
-    ahead = np.array([] if bos is None else [bos], dtype=np.int64)
-    ids = np.concatenate([ahead, prompt.ids[chunks[0].start : chunks[-1].end]])
-    kv = _exact(ids, "", lm, admission)
-    moved = len(ahead) - chunks[0].start
+def _laid_out(
+    donor: Donor, ids: np.ndarray, n_head: int, chunks: Sequence[Chunk], tokenizer: Any
+) -> tuple[np.ndarray, list[Chunk]]:
+    """The tokens to compute, and the passage's chunks at their places in them.
+
+    With filler in the passage's place the chunks keep the ids that they will be looked up by.
+    """
+    first, last = chunks[0].start, chunks[-1].end
+    passage = ids[first:last]
+    if not (donor.bare or donor.n_dummies or donor.filler):
+        return ids[:last], list(chunks)
+    if donor.filler:
+        passage = np.resize(_ids(tokenizer, FILLER), len(passage))
+    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    dummy = (_ids(tokenizer, "\n") or _ids(tokenizer, "."))[-1:]
+    ahead = [*(bos if donor.bare else ids[:n_head]), *dummy * donor.n_dummies]
+    moved = len(ahead) - first
     placed = [replace(c, start=c.start + moved, end=c.end + moved) for c in chunks]
-    admission.keep(placed, kv, ids, namespace, donor.context)
+    return np.array([*ahead, *passage], dtype=np.int64), placed
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _exact(ids: np.ndarray, namespace: str, lm: LM, admission: Admission) -> KVBuffer:
@@ -84,7 +100,8 @@ def _exact(ids: np.ndarray, namespace: str, lm: LM, admission: Admission) -> KVB
 
 def _request(donor: Donor) -> Request:
     """System, company, passage; a question follows so that the passage's end tokenises alike."""
-    passages = [Segment("passage", text) for text in (*donor.company, donor.text)]
+    stand_in = (FILLER,) if donor.n_dummies or donor.filler else ()  # the passage is not the first
+    passages = [Segment("passage", t) for t in (*stand_in, *donor.company, donor.text)]
     user = Message("user", (*passages, Segment("question", "Question: ?")))
     head = (Message("system", (Segment("system", donor.system),)),) if donor.system else ()
     return Request("donor", (*head, user))

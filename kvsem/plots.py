@@ -175,6 +175,11 @@ FIGURES = {
 }
 
 
+def is_empty(figure: Figure) -> bool:
+    """Whether no point was drawn, as where every arm is at zero."""
+    return not any(np.isfinite(axes.dataLim.get_points()).all() for axes in figure.axes)
+
+
 def svg(figure: Figure, name: str) -> str:
     """The figure as SVG text, the same for the same data; ``name`` keeps ids apart in a page."""
     with mpl.rc_context({**STYLE, "svg.hashsalt": name}):
@@ -184,15 +189,19 @@ def svg(figure: Figure, name: str) -> str:
 
 
 def write_plots(run: RunDir | RunData | Path | str) -> list[Path]:
-    """Every figure as ``<run>/plots/<name>.svg``; none where the run has no rows."""
+    """Every figure that is not empty as ``<run>/plots/<name>.svg``; none without rows."""
     if not isinstance(run, RunData):
         run = load_run(run.path if isinstance(run, RunDir) else run)
     folder = run.path / "plots"
     folder.mkdir(exist_ok=True)
     paths = []
     for name, draw in FIGURES.items() if run.arms else ():
-        paths.append(folder / f"{name}.svg")
-        write_atomic(paths[-1], svg(draw(run), name))
+        figure, path = draw(run), folder / f"{name}.svg"
+        if is_empty(figure):
+            path.unlink(missing_ok=True)  # of the run before it went on
+            continue
+        write_atomic(path, svg(figure, name))
+        paths.append(path)
     return paths
 
 

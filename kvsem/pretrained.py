@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import constants
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 
 from kvsem.errors import ModelError, one_line
@@ -22,6 +25,9 @@ def read(name: str, source: str, device: str, dtype: torch.dtype) -> tuple[Any, 
     Code in a model's repository is never run. Raises `ModelError`, about the model ``name``.
     """
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    # the hub's library says every try; what failed is told once, below
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    _say_if_asked(source)
     try:
         transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
     except UNREADABLE as error:
@@ -41,6 +47,8 @@ def read(name: str, source: str, device: str, dtype: torch.dtype) -> tuple[Any, 
 
 def _why_not(name: str, source: str, error: BaseException) -> str:
     folder = Path(source).absolute()
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        return f"model {name!r} cannot be loaded from {source}: it has no config.json"
     if folder.is_dir():
         return f"model {name!r} cannot be loaded from {source}: {one_line(error)}"
     searched = f"model {name!r}: there is no folder {folder}"
@@ -52,14 +60,26 @@ def _why_not(name: str, source: str, error: BaseException) -> str:
     return f"{searched}, and from the hub: {one_line(error)}"
 
 
+def _say_if_asked(source: str) -> None:
+    """Where the hub does not answer, half a minute of tries must not pass in silence."""
+    if Path(source).is_dir() or constants.HF_HUB_OFFLINE:
+        return
+    try:
+        known = try_to_load_from_cache(source, "config.json")
+    except HFValidationError:  # a path: no name on the hub, and it is not asked
+        return
+    if not isinstance(known, str):
+        warnings.warn(f"asking the hub for {source!r}", stacklevel=3)
+
+
 def _tokenizer(name: str, source: str) -> Any:
     """The tokenizer, which must be a fast one: chunks map to tokens by offsets."""
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises plain Exception
         raise ModelError(
-            f"model {name!r}: no tokenizer can be read from {source} (a tokenizer.json is needed): "
-            f"{one_line(error)}"
+            f"model {name!r}: no tokenizer can be read from {source} (a tokenizer.json is needed)"
+            f"{_reason(error)}"
         ) from error
     if not tokenizer.is_fast:
         raise ModelError(
@@ -71,3 +91,9 @@ def _tokenizer(name: str, source: str) -> Any:
     if set(ids) <= {tokenizer.unk_token_id}:
         raise ModelError(f"model {name!r}: no vocabulary in {source} (a tokenizer.json is needed)")
     return tokenizer
+
+
+def _reason(error: BaseException) -> str:
+    """What the library says, unless its first line is the head of a list."""
+    line = one_line(error).rstrip()
+    return "" if line.endswith(":") else f": {line}"

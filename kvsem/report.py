@@ -14,7 +14,7 @@ from markupsafe import Markup
 from rich.table import Table
 from rich.text import Text
 
-from kvsem.plots import FIGURES, svg
+from kvsem.plots import FIGURES, is_empty, svg
 from kvsem.results import RunData, RunDir, load_run, write_atomic
 from kvsem.summary import BASELINES, CONTROLS
 
@@ -44,6 +44,13 @@ COLUMNS = (
     Column("reuse/hit_rate", "hit rate", "of cacheable", in_terminal=False),
     Column("reuse/recomputed_tokens", "recomputed", "tokens", in_terminal=False),
 )
+# of kvsem's own metrics: in the rows and the summary only, so that the table fits
+NOT_SHOWN = (
+    "quality/perplexity_ratio",
+    "quality/exact_match_greedy",
+    "quality/f1_exact_arm",
+    "quality/kv_error_rel",
+)
 EXPLAINED = {
     "exact": "computes the whole prompt; every other arm is compared with it.",
     "exact_again": "exact once more: what it differs by is noise.",
@@ -55,6 +62,8 @@ EXPLAINED = {
     "none": "reuses everything that matches and recomputes nothing.",
     "all": "matches, then recomputes everything: must agree with exact, and cost as much.",
     "random": "recomputes tokens drawn at random: what a choice of tokens has to beat.",
+    "epic": "recomputes the first tokens of every chunk.",
+    "cacheblend": "recomputes two layers, and above them the tokens whose values deviated most.",
     "prefix": "reuses exact prefix pages only.",
 }
 COUNTS = {
@@ -86,9 +95,20 @@ def write_report(run: RunDir | Path | str) -> Path:
     return data.path / "report.html"
 
 
+def columns_of(*summaries: Mapping[str, Any]) -> list[Column]:
+    """The columns that any arm has a value for; a metric of one's own stands behind kvsem's."""
+    keys = dict.fromkeys(key for s in summaries for found in s["arms"].values() for key in found)
+    named = {column.key for column in COLUMNS} | {*NOT_SHOWN}
+    own = [key for key in keys if key.startswith("quality/") and key not in named]
+    columns = [column for column in COLUMNS if column.key in keys]
+    at = sum(column.key.startswith("quality/") for column in columns)
+    columns[at:at] = [Column(key, key.partition("/")[2], "own metric") for key in own]
+    return columns
+
+
 def terminal_table(summary: Mapping[str, Any]) -> Table:
     """Mean and interval of each arm, within 100 columns."""
-    columns = [column for column in COLUMNS if column.in_terminal]
+    columns = [column for column in columns_of(summary) if column.in_terminal]
     table = Table(box=None, pad_edge=False, collapse_padding=True, caption_justify="left")
     table.add_column("arm", overflow="fold", max_width=14)
     table.add_column("n", justify="right")
@@ -132,7 +152,7 @@ def _n(summary: Mapping[str, Any], arm: str) -> int:
 
 
 def _cells(
-    summary: Mapping[str, Any], arm: str, columns: list[Column] | tuple[Column, ...]
+    summary: Mapping[str, Any], arm: str, columns: list[Column]
 ) -> list[Mapping[str, Any] | None]:
     pair = summary["pairs"].get(f"{arm}-exact", {})
     own = summary["arms"][arm]
@@ -151,8 +171,9 @@ def _content(run: RunData) -> dict[str, Any]:
         "notes": [*status.get("notes", []), *_few(documents)],
         "facts": list(_facts(run, settings.get("equal", {}))),
         "arms": run.arms,
-        "columns": COLUMNS,
+        "columns": columns_of(summary),
         "sections": _sections(summary),
+        "recovered": _recovered(summary),
         "clustered": f", clustered by {documents} documents" if documents not in (None, n) else "",
         "explained": [(arm, EXPLAINED[arm]) for arm in run.arms if arm in EXPLAINED],
         "figures": _figures(run) if run.arms else [],
@@ -216,16 +237,28 @@ def _sections(summary: Mapping[str, Any]) -> list[tuple[str, list[dict[str, Any]
     kinds: dict[str, list[dict[str, Any]]] = {"exact": [], "methods": [], "controls": []}
     for arm in summary["arms"]:
         kind = "exact" if arm in BASELINES else "controls" if arm in CONTROLS else "methods"
-        cells = _cells(summary, arm, COLUMNS)
+        cells = _cells(summary, arm, columns_of(summary))
         kinds[kind].append({"name": arm, "n": _n(summary, arm), "cells": cells})
     return [(kind, members) for kind, members in kinds.items() if members]
 
 
+def _recovered(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """PGR, a row for each arm and a column for each key; no rows where the run has none."""
+    pgr = summary.get("pgr") or {}
+    keys = list(dict.fromkeys(key for found in pgr.values() for key in found))
+    rows = [(arm, _n(summary, arm), [pgr[arm].get(key) for key in keys]) for arm in pgr]
+    titles = {column.key: column.title.removeprefix("Δ ") for column in COLUMNS}
+    return {"titles": [titles.get(key, key) for key in keys], "rows": rows}
+
+
 def _figures(run: RunData) -> list[dict[str, Any]]:
-    return [
-        {"svg": Markup(inline(svg(draw(run), name), CAPTIONS[name])), "caption": CAPTIONS[name]}
-        for name, draw in FIGURES.items()
-    ]
+    """Figures with their captions; ``svg`` None where nothing is above zero to be drawn."""
+    figures = []
+    for name, draw in FIGURES.items():
+        figure, caption = draw(run), CAPTIONS[name]
+        picture = None if is_empty(figure) else Markup(inline(svg(figure, name), caption))
+        figures.append({"svg": picture, "caption": caption})
+    return figures
 
 
 def inline(text: str, label: str) -> str:

@@ -14,16 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsem.errors import DataError
+from kvsem.intervals import Floats, bootstrap
+from kvsem.pgr import gap_recovered
+
+__all__ = ["Floats", "Row", "bootstrap", "cluster", "comparable", "summarise"]
 
 Row = dict[str, Any]
-Floats = npt.NDArray[np.float64]
 
 EXACT_ONLY = ("cost/plain_ms", "cost/exact_over_plain")  # no other arm has them
 BASELINES = ("exact", "exact_again")
 CONTROLS = ("zero_kv", "random_kv", "filler_kv", "substitute", "no_context")
 BUILD = "cost/build_ms"
-RESAMPLES = 10_000
-SEED = 0
 
 
 def summarise(
@@ -32,7 +33,8 @@ def summarise(
     support: Mapping[str, Any],
     status: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Means with 95 % intervals per arm, and of the paired difference of every two arms.
+    """Means with 95 % intervals per arm, and of the paired difference of every two arms; PGR where
+    the run has both ends of it.
 
     Missing and non-finite values are left out and counted in ``status``, which also says which
     settings are equal in all arms and which differ.
@@ -45,9 +47,13 @@ def summarise(
             arms[arm][BUILD] = {"mean": value, "median": value, "low": value, "high": value, "n": 1}
     for arm, counted in _counted(rows).items():
         arms[arm].update(counted)
+    pgr, doubts = gap_recovered(table.values, table.arms, table.keys, table.groups)
+    if doubts:
+        status = {**status, "notes": [*status.get("notes", []), *doubts]}
     return {
         "arms": arms,
         "pairs": _pairs(table),
+        **({"pgr": pgr} if {"exact", "no_context"} <= {*table.arms} else {}),
         "memory": {arm: _hits([r for r in rows if r["arm"] == arm]) for arm in table.arms},
         "support": dict(support),
         "status": {**status, **table.gaps(), "settings": comparable(rows)},
@@ -77,44 +83,6 @@ def comparable(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
         else:
             found["differ"][name] = {arm: several[0] for arm, several in values.items()}
     return found
-
-
-def bootstrap(
-    values: Floats, groups: Sequence[str], *, resamples: int = RESAMPLES, seed: int = SEED
-) -> tuple[Floats, Floats]:
-    """95 % percentile interval of the mean of each column, clusters resampled whole.
-
-    ``values``: ``[records, columns]``, NaN where missing; ``groups``: one label per record. A
-    resample draws as many clusters as hold a value of the column, with replacement, and takes the
-    mean over all records drawn. Returns ``low`` and ``high`` ``[columns]``, NaN without a value.
-    """
-    present = np.isfinite(values)
-    labels, cluster = np.unique(np.asarray(groups), return_inverse=True)
-    sums, sizes = np.zeros((2, len(labels), values.shape[1]))
-    np.add.at(sums, cluster, np.where(present, values, 0.0))
-    np.add.at(sizes, cluster, present)
-    low, high = np.full((2, values.shape[1]), np.nan)
-    # Columns with values in the same clusters share one set of draws.
-    patterns, which = np.unique(sizes > 0, axis=1, return_inverse=True)
-    for i, drawn in enumerate(patterns.T):
-        if drawn.any():
-            columns = np.flatnonzero(which.ravel() == i)
-            pick = np.ix_(drawn, columns)
-            means = _resampled_means(sums[pick], sizes[pick], resamples, seed)
-            low[columns], high[columns] = np.percentile(means, (2.5, 97.5), axis=1)
-    return low, high
-
-
-def _resampled_means(sums: Floats, sizes: Floats, resamples: int, seed: int) -> Floats:
-    """``[columns, resamples]`` from sums and sizes ``[clusters, columns]``."""
-    n = len(sums)
-    rng = np.random.default_rng(seed)
-    blocks = []
-    for start in range(0, resamples, 1000):
-        size = min(1000, resamples - start)
-        times = rng.multinomial(n, np.full(n, 1 / n), size=size).astype(np.float64)
-        blocks.append((times @ sums) / (times @ sizes))
-    return np.ascontiguousarray(np.concatenate(blocks).T)
 
 
 @dataclass(frozen=True)

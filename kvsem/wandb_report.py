@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvsem.errors import KvsemError, SettingError, one_line
-from kvsem.report import COLUMNS, Column, number, short
+from kvsem.report import Column, columns_of, number, short
 from kvsem.results import RunData
 from kvsem.summary import BASELINES
 from kvsem.tracking import has_key
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 MAX_TITLE = 128  # W&B's own limit
 KL, FLOPS = "quality/kl_first_nats", "cost/flop_ratio"
-PANELS = tuple(column for column in COLUMNS if not column.to_exact)
 INTRODUCTION = (
     "Every arm ran on the same requests as exact computation. Means with 95 % bootstrap intervals; "
     "quality is the distance from exact, never without its cost. The tables below come from the "
@@ -144,7 +143,7 @@ def _model_of(run: RunData) -> str:
 def markdown(summary: Mapping[str, Any]) -> str:
     """One row per arm: n, then mean (low … high) of each column that any arm has."""
     arms = list(summary["arms"])
-    columns = [c for c in COLUMNS if any(_cell(summary, arm, c) for arm in arms)]
+    columns = columns_of(summary)
     head = ["arm", "n", *(f"{column.title} ({column.unit})" for column in columns)]
     lines = [_row(head), _row(["---"] * len(head))]
     for arm in arms:
@@ -177,8 +176,9 @@ def _row(cells: Sequence[str]) -> str:
 def _panels(wr: Any, runs: Sequence[RunData]) -> Iterator[Any]:
     """Bars of every arm for each key; distance against cost of every arm over the runs."""
     arms = list(dict.fromkeys(arm for run in runs for arm in run.arms))
-    keys = {key for run in runs for found in run.summary["arms"].values() for key in found}
-    for column in (column for column in PANELS if column.key in keys):
+    summaries = [run.summary for run in runs]
+    keys = {key for summary in summaries for found in summary["arms"].values() for key in found}
+    for column in (column for column in columns_of(*summaries) if not column.to_exact):
         metrics = [f"{arm}/{column.key}" for arm in arms]
         title = f"{column.title} ({column.unit})"
         yield wr.BarPlot(title=title, metrics=metrics, layout=wr.Layout(w=12, h=8))

@@ -95,6 +95,8 @@ class Family:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(11)
             model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            if getattr(config, "attn_logit_softcapping", None):
+                model.set_attn_implementation("eager")  # transformers < 5.21 lets sdpa ignore it
             for name, weight in model.named_parameters():
                 if "norm" in name:  # norms that do something
                     weight.data += 0.3 * torch.randn(weight.shape)

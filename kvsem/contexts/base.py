@@ -1,13 +1,22 @@
 """A donor context says behind which text a passage's KV is computed at ingestion."""
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 from kvsem.types import Kind, Request
 
 PASSAGES: tuple[Kind, ...] = ("passage", "target", "turn")
+FILLER = (
+    "The morning was mild and the road was dry. A cart stood beside the barn, and someone had left "
+    "a bucket near the gate. Across the field a row of trees gave some shade, and a path led past "
+    "them to the edge of the water. Later in the day a light wind came up. The doors were closed, "
+    "the lamps were lit, and the table was set for the evening. Nothing in particular happened, "
+    "and the next day began much like the one before."
+)  # neutral prose: no name, number or fact that a question could ask for
 
 
 @dataclass(frozen=True)
@@ -15,8 +24,10 @@ class Donor:
     """One chunk-to-be and what stands ahead of it in the donor prompt.
 
     ``company`` texts stand between the system prompt and ``text``. With ``bare`` the text stands
-    behind the tokenizer's BOS only: no system prompt, no template. ``context`` is what really
-    was built, which differs from the name asked for where no company could be had.
+    behind the tokenizer's BOS only: no system prompt, no template. With ``n_dummies`` so many
+    copies of one token stand ahead of it instead of the company. With ``filler`` the KV stored is
+    of filler in the place of ``text``, token for token, and never exact. ``context`` is what
+    really was built, which differs from the name asked for where no company could be had.
     """
 
     text: str
@@ -24,6 +35,8 @@ class Donor:
     company: tuple[str, ...] = ()
     bare: bool = False
     context: str = "behind_system"
+    n_dummies: int = 0
+    filler: bool = False
 
 
 class DonorContext(Protocol):
@@ -46,6 +59,26 @@ def place_passages(
     given = {(r.system, text): Donor(text, r.system) for r in requests for text in r.donors}
     keys = ((r.system, text) for r in requests for text in r.donors or r.segments(*PASSAGES))
     return [given.get(key) or place(key[1], key[0]) for key in dict.fromkeys(keys)]
+
+
+def companions(requests: Sequence[Request]) -> dict[str, set[str]]:
+    """Text → every text of the requests that hold it, itself included."""
+    met: dict[str, set[str]] = defaultdict(set)
+    for request in requests:
+        texts = set(request.segments(*PASSAGES))
+        for text in texts:
+            met[text] |= texts
+    return met
+
+
+def predecessors(requests: Sequence[Request]) -> dict[str, set[str]]:
+    """Text → the texts directly ahead of it in any prompt."""
+    ahead: dict[str, set[str]] = defaultdict(set)
+    for request in requests:
+        texts = [s.text for message in request.messages for s in message.segments]
+        for before, text in pairwise(texts):
+            ahead[text].add(before)
+    return ahead
 
 
 def warn_lonely(donors: Sequence[Donor], requests: Sequence[Request], name: str) -> None:

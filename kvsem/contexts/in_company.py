@@ -1,10 +1,9 @@
 """The donor stands behind passages that it never meets in a request."""
 
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Sequence
 
-from kvsem.contexts.base import PASSAGES, Donor, place_passages, warn_lonely
+from kvsem.contexts.base import Donor, companions, place_passages, warn_lonely
 from kvsem.errors import SettingError
 from kvsem.keys import digest
 from kvsem.types import Kind, Request
@@ -29,7 +28,7 @@ class InCompany:
         self.n = n
 
     def donors(self, requests: Sequence[Request], seed: int) -> list[Donor]:
-        met = _companions(requests)
+        met = companions(requests)
         rings = _ring(requests, "passage", "target"), _ring(requests, "turn")
 
         def place(text: str, system: str | None) -> Donor:
@@ -50,16 +49,6 @@ class InCompany:
             found = (_next(ring, start, banned | {*drawn}) for ring in rings)
             drawn += next(([one] for one in found if one is not None), [])
         return tuple(drawn)
-
-
-def _companions(requests: Sequence[Request]) -> dict[str, set[str]]:
-    """Text → every text of the requests that hold it, itself included."""
-    met: dict[str, set[str]] = defaultdict(set)
-    for request in requests:
-        texts = set(request.segments(*PASSAGES))
-        for text in texts:
-            met[text] |= texts
-    return met
 
 
 def _ring(requests: Sequence[Request], *kinds: Kind) -> Ring:

@@ -2,9 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
 
-from kvsem.contexts.base import PASSAGES, Donor, place_passages, warn_lonely
+from kvsem.contexts.base import PASSAGES, Donor, place_passages, predecessors, warn_lonely
 from kvsem.keys import digest
 from kvsem.types import Request
 
@@ -21,7 +20,7 @@ class InCompanyOwn:
 
     def donors(self, requests: Sequence[Request], seed: int) -> list[Donor]:
         held = _holders(requests)
-        ahead = _predecessors(requests)
+        ahead = predecessors(requests)
 
         def place(text: str, system: str | None) -> Donor:
             for others in held[system, text]:
@@ -44,13 +43,3 @@ def _holders(requests: Sequence[Request]) -> dict[tuple[str | None, str], list[l
         for text in texts if not request.donors else ():
             held[request.system, text].append([other for other in texts if other != text])
     return held
-
-
-def _predecessors(requests: Sequence[Request]) -> dict[str, set[str]]:
-    """Text → the texts directly ahead of it in any prompt."""
-    ahead: dict[str, set[str]] = defaultdict(set)
-    for request in requests:
-        texts = [s.text for message in request.messages for s in message.segments]
-        for before, text in pairwise(texts):
-            ahead[text].add(before)
-    return ahead

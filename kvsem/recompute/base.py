@@ -1,21 +1,30 @@
 """A recompute rule says which reused tokens are computed afresh, layer by layer."""
 
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a rule asks of the prefill beyond the token sets.
+    """What a rule asks of the prefill beyond the token sets; all of it is in the cost.
 
     ``fresh_layers``: layers whose reused K/V are kept beside the fresh ones (see `State`).
-    ``question_attention``: the question is run once over the assembled cache beforehand.
+    ``question_attention``: the question is run once over the assembled cache beforehand, through
+    the share ``question_layers`` of the layers, the first ones.
+    ``watch``: the question's attention in the forward itself, layer by layer (`State.watched`).
+    ``sweeps``: forwards over the prompt, each of which finds the KV as the one before left it, and
+    the attention that the question paid it.
+    ``exact``: the prompt is computed exactly beside it: for oracles, which no request can afford.
     """
 
     fresh_layers: tuple[int, ...] = ()
     question_attention: bool = False
+    question_layers: float = 1.0
+    watch: bool = False
+    sweeps: int = 1
+    exact: bool = False
 
 
 @dataclass
@@ -23,7 +32,9 @@ class State:
     """What a rule may look at. Token axes have the prompt's length ``n_tokens``.
 
     ``reused[l]`` and ``fresh[l]``: (keys, values), each ``[kv_heads, n_tokens, head_dim]``, for
-    the layers in ``Needs.fresh_layers``; ``fresh`` is filled once layer l has run.
+    the layers in ``Needs.fresh_layers``; ``fresh`` is filled once layer l has run. Attention is
+    the question's (the tokens behind the last matched one), fp32, mean over heads and question
+    tokens.
     """
 
     n_tokens: int
@@ -31,10 +42,15 @@ class State:
     new: torch.Tensor  # bool [n_tokens], computed in any case
     chunks: list[tuple[int, int]]  # token spans of the matched chunks, in order
     seed: int = 0
+    n_layers: int = 0
     previous: torch.Tensor | None = None  # what the rule chose at the layer before
     reused: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     fresh: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    question_attention: torch.Tensor | None = None  # fp32 [layers, n_tokens], mean over heads, rows
+    question_attention: torch.Tensor | None = None  # [layers that ran, n_tokens], pass before
+    watched: list[torch.Tensor] = field(default_factory=list)  # [n_tokens] by layer, this forward
+    sweep: int = 0
+    repaired: torch.Tensor | None = None  # bool [n_tokens], recomputed in sweeps before
+    kv_error: torch.Tensor | None = None  # fp32 [layers, n_tokens], ||reused - exact||, for oracles
 
     def nothing(self) -> torch.Tensor:
         """bool ``[n_tokens]``, all False: the empty choice."""
@@ -44,6 +60,37 @@ class State:
         """How many matched tokens ``ratio`` of them is: rounded, at least 1 where ratio > 0."""
         n = int(self.matched.sum())
         return min(n, max(1, round(ratio * n))) if ratio > 0 and n else 0
+
+    def attention(self) -> torch.Tensor:
+        """``question_attention``, mean over layers: fp32 ``[n_tokens]``."""
+        assert self.question_attention is not None
+        return self.question_attention.mean(0)
+
+    def deviation(self, layer: int, which: str = "value", power: int = 2) -> torch.Tensor:
+        """How far fresh K or V of each token is from what was reused at ``layer``: the sum over
+        KV heads and head_dim of ``|fresh - reused| ** power``, fp32 ``[n_tokens]`` on the CPU."""
+        at = 1 if which == "value" else 0
+        difference = self.fresh[layer][at].float() - self.reused[layer][at].float()
+        return difference.abs().pow(power).sum(dim=(0, 2)).cpu()
+
+    def best(self, score: torch.Tensor, n: int, among: torch.Tensor | None = None) -> torch.Tensor:
+        """bool ``[n_tokens]``: the ``n`` tokens of ``among`` (None: the matched ones) that score
+        highest, by fp32 ``[n_tokens]``. Ties, and what is not a number, go to the earlier token."""
+        at = (self.matched if among is None else among).nonzero()[:, 0]
+        order = score.float().cpu()[at].nan_to_num(0.0).argsort(descending=True, stable=True)
+        chosen = self.nothing()
+        chosen[at[order[:n]]] = True
+        return chosen
+
+
+class Spread(NamedTuple):
+    """Carry the deviation of recomputed tokens over to reused ones: at every layer, token
+    ``targets[i]`` gets ``sum_j weights[i, j] * (fresh - reused) of sources[j]``, of keys as they
+    would be at position 0. ``weights``: fp32 ``[targets, sources]``."""
+
+    sources: torch.Tensor  # int64, tokens that are recomputed at every layer
+    targets: torch.Tensor  # int64, matched tokens that are recomputed at none
+    weights: torch.Tensor
 
 
 class Recompute(Protocol):
@@ -63,4 +110,13 @@ class Adjusts(Protocol):
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, state: State
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``[kv_heads, matched tokens, head_dim]`` each, already moved → what is used instead."""
+        ...
+
+
+@runtime_checkable
+class Spreads(Protocol):
+    """Optional third verb: correct reused KV by what recomputed tokens tell of it."""
+
+    def spread(self, state: State) -> Spread | None:
+        """Asked once, when the tokens of the first layer are chosen."""
         ...

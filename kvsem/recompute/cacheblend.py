@@ -12,33 +12,36 @@ class CacheBlendRecompute:
     Layers 0 … ``probe_layer`` (1) run over all matched tokens; there the deviation of token i is
     sum over KV heads and head_dim of (V_new - V_reused)^2, in fp32; the round(ratio x matched)
     tokens that deviate most go on through the layers above. ``deviation: key`` compares keys
-    instead (LMCache). Ties go to the earlier token. The paper's gradual narrowing over several
-    layers is not in its code and not here.
+    instead (LMCache). Ties go to the earlier token. ``gradual``: over so many layers more the
+    choice narrows from twice the ratio to the ratio, by the deviation at each of them: the
+    paper's gradual filtering, which is not in its code.
     """
 
-    def __init__(self, ratio: float = 0.15, probe_layer: int = 1, deviation: str = "value") -> None:
+    def __init__(
+        self,
+        ratio: float = 0.15,
+        probe_layer: int = 1,
+        deviation: str = "value",
+        gradual: int = 0,
+    ) -> None:
         check_range("recompute.ratio", ratio, 0.0, 1.0)
         if probe_layer < 0:
             raise SettingError("recompute.probe_layer", probe_layer, "a layer from 0 up")
         if deviation not in ("value", "key"):
             raise SettingError("recompute.deviation", deviation, "value or key")
+        if gradual < 0:
+            raise SettingError("recompute.gradual", gradual, "a number of layers from 0 up")
         self.ratio, self.probe_layer, self.deviation = ratio, probe_layer, deviation
-        self.needs = Needs(fresh_layers=(probe_layer,))
+        self.gradual = gradual
+        probed = range(probe_layer, probe_layer + gradual + 1)
+        self.needs = Needs(fresh_layers=tuple(probed))
 
     def tokens(self, layer: int, state: State) -> torch.Tensor:
-        if layer <= self.probe_layer:
+        step = layer - 1 - self.probe_layer  # 0 at the first layer that narrows
+        if step < 0:
             return state.matched
-        if layer == self.probe_layer + 1 or state.previous is None:
-            return self._select(state)
-        return state.previous
-
-    def _select(self, state: State) -> torch.Tensor:
-        which = 1 if self.deviation == "value" else 0
-        fresh = state.fresh[self.probe_layer][which].float()
-        reused = state.reused[self.probe_layer][which].float()
-        deviation = (fresh - reused).square().sum(dim=(0, 2)).cpu()
-        deviation[~state.matched] = -1.0
-        order = deviation.argsort(descending=True, stable=True)
-        chosen = state.nothing()
-        chosen[order[: state.budget(self.ratio)]] = True
-        return chosen
+        if state.previous is not None and step > self.gradual:
+            return state.previous
+        share = self.ratio * (2 - step / self.gradual) if self.gradual else self.ratio
+        deviation = state.deviation(layer - 1, self.deviation)
+        return state.best(deviation, state.budget(min(1.0, share)), state.previous)

@@ -14,10 +14,13 @@ from omegaconf import OmegaConf
 
 from kvsem.aligners.base import Aligner
 from kvsem.chunkers.base import Chunker
+from kvsem.contexts.base import DonorContext, predecessors
 from kvsem.embedders.base import Embedder
+from kvsem.errors import SettingError
 from kvsem.gates.base import Candidate, Gate
 from kvsem.index.base import ChunkIndex
 from kvsem.metrics.base import Metric, Observation
+from kvsem.types import Request
 
 CONF = Path(__file__).parents[2] / "conf"
 TEXTS = [
@@ -83,6 +86,37 @@ def test_index(path: Path) -> None:
     assert index.search(np.array([0, 0, 9], np.float32), 9) == [(4, 1.0), (2**62, 0.0)]
     assert index.search(np.full(3, math.nan), 9) == []
     assert (index.remove([4, 5]), len(index)) == (1, 1)
+
+
+REQUESTS = [
+    Request.rag("a", ["The bridge opened in 1847.", "A market.", "The harbour."], "When?"),
+    Request.rag("b", ["The bridge was closed.", "A market.", "Copper is a metal."], "When?"),
+    Request.rag("c", ["The harbour is old.", "Winter came early."], "When?", system="Be brief."),
+    Request.donor_target("d", "A donor.", "A target.", "When?"),
+]
+
+
+@pytest.mark.parametrize("path", configs("context"), ids=names)
+@pytest.mark.filterwarnings("ignore:context=:UserWarning")  # some find no company
+def test_context(path: Path) -> None:
+    context: DonorContext = instantiate(OmegaConf.load(path))
+    assert context.name == path.stem
+    if path.stem == "in_request":  # nothing is ever ingested for it
+        with pytest.raises(SettingError, match="ingest"):
+            context.donors(REQUESTS, 0)
+        return
+    donors = context.donors(REQUESTS, 0)
+    assert donors == context.donors(REQUESTS, 0)
+    assert context.donors([], 0) == []
+    wanted = {(r.system, t) for r in REQUESTS for t in r.donors or r.segments("passage", "target")}
+    assert sorted((str(d.system), d.text) for d in donors) == sorted((str(s), t) for s, t in wanted)
+    ahead = predecessors(REQUESTS)
+    for donor in donors:
+        assert donor.text not in donor.company
+        assert not set(donor.company[-1:]) & ahead[donor.text]
+        assert not donor.filler  # only the arm filler_kv may
+        assert donor.context in (path.stem, "behind_system")
+    assert any(donor.context == path.stem for donor in donors)
 
 
 @pytest.mark.parametrize("path", configs("gate"), ids=names)

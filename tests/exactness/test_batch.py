@@ -17,8 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 from kvsem.batch import Packed, unpad
 from kvsem.engine import Engine
 from kvsem.errors import DataError, KvsemError, ModelError
-from kvsem.forward import KV, Forward, KVBuffer
-from kvsem.lm import LM, Select
+from kvsem.forward import KV, Forward, KVBuffer, Select
+from kvsem.lm import CACHE, LM
 from kvsem.memory.memory import MemorySettings
 from kvsem.memory.pool import PoolFullError
 from kvsem.recompute.cacheblend import CacheBlendRecompute
@@ -294,8 +294,8 @@ def test_a_plain_forward_over_left_padding_stores_other_keys(plain: Any) -> None
     """What the test above would find, were padding taken for tokens' places."""
     ids, mask = padded("left")
     with torch.no_grad():
-        batch = plain(input_ids=ids, attention_mask=mask, use_cache=True).past_key_values
-        alone = plain(input_ids=torch.tensor([PROMPTS[0]]), use_cache=True).past_key_values
+        batch = plain(input_ids=ids, attention_mask=mask, use_cache=True)[CACHE]
+        alone = plain(input_ids=torch.tensor([PROMPTS[0]]), use_cache=True)[CACHE]
     n = len(PROMPTS[0])
     assert relative(batch.layers[0].keys[:1, :, -n:], alone.layers[0].keys) > 0.1
     assert relative(batch.layers[0].values[:1, :, -n:], alone.layers[0].values) <= 1e-5
@@ -364,7 +364,7 @@ def test_beams_and_batches_from_one_prefix(lm: LM, plain: Any, beams: int, rows:
         return rows_
 
     with torch.no_grad():
-        assert answers(cache=cache) == answers()
+        assert answers(**{CACHE: cache}) == answers()
     for old, new in zip(before, (*done.kv.keys, *done.kv.values), strict=True):
         assert torch.equal(old[:, :, : length - 1], new)
     done.kv.length = length

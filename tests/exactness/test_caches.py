@@ -14,7 +14,7 @@ import torch
 
 from kvsem.errors import KvsemError, SettingError
 from kvsem.keys import chain_root
-from kvsem.lm import LM
+from kvsem.lm import CACHE, LM
 from kvsem.memory.pages import PagedKV
 from kvsem.recompute.none import NoRecompute
 from kvsem.types import Message, Request, Segment
@@ -73,7 +73,7 @@ def test_cache_is_looked_at(lm: LM, plain: Any) -> None:
     last = torch.from_numpy(IDS)[None, -1:]
     at = torch.tensor([[N - 1]])
     with torch.no_grad():
-        over = plain(input_ids=last, cache=lm.to_cache(kv), position_ids=at).logits[0, -1]
+        over = plain(input_ids=last, position_ids=at, **{CACHE: lm.to_cache(kv)}).logits[0, -1]
         empty = plain(input_ids=last, position_ids=at).logits[0, -1]
     want = plain_logits(plain, IDS)[-1]
     assert (over - want).abs().max() <= 1e-4
@@ -86,7 +86,7 @@ def test_generate_from_an_assembled_cache(lm: LM, plain: Any) -> None:
     for model in (plain, lm.model):
         kv, _ = exact(lm, IDS)
         kv.truncate_to(N - 1)
-        assert plain_generate(model, IDS, 15, cache=lm.to_cache(kv)) == want
+        assert plain_generate(model, IDS, 15, **{CACHE: lm.to_cache(kv)}) == want
 
 
 def test_cache_is_a_copy(lm: LM, plain: Any) -> None:
@@ -94,7 +94,7 @@ def test_cache_is_a_copy(lm: LM, plain: Any) -> None:
     kv.truncate_to(N - 1)
     before = [t.clone() for t in (*kv.keys, *kv.values)]
     cache: Any = lm.to_cache(kv)
-    plain_generate(plain, IDS, 5, cache=cache)
+    plain_generate(plain, IDS, 5, **{CACHE: cache})
     for layer in cache.layers:
         layer.keys.zero_()
     for old, new in zip(before, (*kv.keys, *kv.values), strict=True):

@@ -1,16 +1,24 @@
-"""A moved chunk's keys are the keys computed there (MemOS#2315, CacheBlend#6)."""
+"""A moved chunk's keys are the keys computed there (MemOS#2315, CacheBlend#6, LMCache#845)."""
 
 from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from kvsem import rope
 from kvsem.lm import LM
 from kvsem.memory.gather import gather
 from kvsem.types import ChunkKV, Run
-from tests.tiny import relative, tiny_lm, tokens
+from tests.tiny import KINDS, relative, tiny_lm, tokens
 
 IDS = tokens(24, seed=4)
 
@@ -51,6 +59,60 @@ def test_moved_keys_are_the_keys_computed_there(lm: LM, base: int, target: int) 
     for layer in range(lm.n_layers):
         assert relative(moved[layer], there[layer]) <= 1e-5
         assert relative(entry(lm, base).keys[layer], there[layer]) > 0.02  # unmoved is wrong
+
+
+# Another process ------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+from tests.exactness.test_moving import KINDS, entry, save
+from tests.tiny import tiny_lm
+for kind in KINDS:
+    save(entry(tiny_lm(kind), 37), f"{sys.argv[1]}/{kind}")
+"""
+
+
+def save(stored: ChunkKV, path: str) -> None:
+    """All that the entry says of itself, and its tensors as they are."""
+    said = {k: v for k, v in vars(stored).items() if k not in ("keys", "values")}
+    said["ids"] = stored.ids.tolist()
+    tensors = {f"keys.{i}": t for i, t in enumerate(stored.keys)}
+    tensors |= {f"values.{i}": t for i, t in enumerate(stored.values)}
+    save_file(tensors, path, metadata={"entry": json.dumps(said)})
+
+
+def read(path: Path) -> ChunkKV:
+    with safe_open(path, "pt") as file:
+        said: dict[str, Any] = json.loads(file.metadata()["entry"])
+        n = len(file.keys()) // 2
+        keys, values = (
+            tuple(file.get_tensor(f"{name}.{i}") for i in range(n)) for name in ("keys", "values")
+        )
+    said["ids"], said["inner"] = np.array(said["ids"]), tuple(said["inner"])
+    return ChunkKV(keys=keys, values=values, **said)
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", SCRIPT, str(folder)], cwd=root, check=True)
+    return folder
+
+
+def test_a_chunk_that_another_process_computed_is_placed_by_what_it_says(
+    lm: LM, kind: str, saved: Path
+) -> None:
+    """A6: the entry alone knows at which position, and by which rotation, it was computed."""
+    stored = read(saved / kind)
+    assert stored.position == 37
+    (moved,) = placed(lm, stored, 5)
+    there = lm.alone(IDS, 5)[0]
+    for layer in range(lm.n_layers):
+        assert relative(moved[layer], there[layer]) <= 1e-5
+        assert relative(stored.keys[layer], there[layer]) > 0.02
+    others = {other: read(saved / other).namespace for other in KINDS}
+    assert [other for other in KINDS if others[other] == lm.namespace()] == [kind]
 
 
 def test_two_copies_differ_and_are_both_right(lm: LM) -> None:

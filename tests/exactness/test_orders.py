@@ -5,6 +5,11 @@ LMCache#2496 (later items garbled in one process), LMCache#4667 (a fixed grid lo
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +25,15 @@ from kvsem.types import SEPARATOR, Output, Provenance, Request
 from tests.tiny import SYSTEM, prose, tiny_engine
 
 DOCUMENTS = [prose(70 + i, 12 + i % 3) for i in range(8)]
+DONORS = [Request.rag(f"donor-{i}", [d], "?", system=SYSTEM) for i, d in enumerate(DOCUMENTS)]
+SCRIPT = """
+import json, sys, torch
+torch.set_num_threads(1)
+from tests.exactness.test_orders import DONORS, blending, item
+from tests.tiny import tiny_lm
+output = blending(tiny_lm("llama"), DONORS).generate(item(int(sys.argv[1])))
+print(json.dumps([output.tokens, output.logits.tolist(), output.provenance.tolist()]))
+"""
 
 
 def item(i: int) -> Request:
@@ -31,7 +45,7 @@ def item(i: int) -> Request:
     return Request.rag(f"item-{i}", texts, f"Why {i}?", system=SYSTEM, max_new_tokens=6)
 
 
-def blending(lm: LM, donors: list[Request], **more: Any) -> Engine:
+def blending(lm: LM, donors: Sequence[Request], **more: Any) -> Engine:
     """A read-only engine with everything on: prefix, chunks, similar chunks, recomputation."""
     engine = tiny_engine(
         lm,
@@ -46,21 +60,17 @@ def blending(lm: LM, donors: list[Request], **more: Any) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def donors() -> list[Request]:
-    return [Request.rag(f"donor-{i}", [d], "?", system=SYSTEM) for i, d in enumerate(DOCUMENTS)]
-
-
-@pytest.fixture(scope="module")
-def fresh(llama: LM, donors: list[Request]) -> list[Output]:
+def fresh(llama: LM) -> list[Output]:
     """Twenty engines, one for each item."""
-    return [blending(llama, donors).generate(item(i)) for i in range(20)]
+    return [blending(llama, DONORS).generate(item(i)) for i in range(20)]
 
 
 @pytest.mark.parametrize("order", ["as they come", "shuffled"])
 def test_twenty_items_in_one_engine_are_twenty_engines(
-    llama: LM, donors: list[Request], fresh: list[Output], order: str
+    llama: LM, fresh: list[Output], order: str
 ) -> None:
-    served = blending(llama, donors)
+    """A14."""
+    served = blending(llama, DONORS)
     shuffled = np.random.default_rng(0).permutation(20).tolist()
     for i in range(20) if order == "as they come" else shuffled:
         output = served.generate(item(i))
@@ -70,6 +80,21 @@ def test_twenty_items_in_one_engine_are_twenty_engines(
     kinds = set(np.concatenate([output.provenance for output in fresh]).tolist())
     assert kinds == set(Provenance)  # every path was taken
     assert served.memory.pool.n_active == 0
+
+
+def test_an_item_in_a_process_of_its_own_is_answered_alike(fresh: list[Output]) -> None:
+    """A14: neither the engines nor the modules keep anything of the items before."""
+    command = [sys.executable, "-c", SCRIPT]
+    root = Path(__file__).parents[2]
+    processes = {
+        i: subprocess.Popen([*command, str(i)], cwd=root, stdout=subprocess.PIPE, text=True)
+        for i in (4, 19)
+    }
+    for i, process in processes.items():
+        tokens, logits, provenance = json.loads(process.communicate()[0])
+        assert tokens == list(fresh[i].tokens)
+        assert (torch.tensor(logits) - fresh[i].logits).abs().max() <= 1e-6
+        assert provenance == fresh[i].provenance.tolist()
 
 
 def test_a_cache_that_fills_answers_as_cold(llama: LM) -> None:

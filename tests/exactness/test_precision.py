@@ -1,17 +1,22 @@
 """Exactness is claimed in fp32; bf16 is judged by a control: plain, run twice with other splits.
 
-transformers#25420, #31267; llama.cpp#7859.
+transformers#25420, #31267; llama.cpp#7859; TensorRT-LLM#15503 (H2).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
-from kvsem.lm import LM
+from kvsem.harness import Arm, Harness
+from kvsem.lm import CACHE, LM
+from kvsem.metrics.base import Observation
+from kvsem.metrics.divergence import DivergenceMetric
+from kvsem.metrics.greedy import GreedyMetric
 from kvsem.types import Request
 from tests.tiny import (
     KINDS,
@@ -41,7 +46,7 @@ def split_plain(model: Any, split: int) -> torch.Tensor:
     """Last logits of plain transformers with its own cache, in two forwards."""
     ids = torch.from_numpy(IDS)[None]
     head = model(input_ids=ids[:, :split], use_cache=True)
-    logits: torch.Tensor = model(input_ids=ids[:, split:], cache=head.past_key_values).logits
+    logits: torch.Tensor = model(input_ids=ids[:, split:], **{CACHE: head[CACHE]}).logits
     return logits[0, -1].float()
 
 
@@ -92,3 +97,43 @@ def test_bf16_support_and_reuse(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_bf16_namespace_is_another(kind: str) -> None:
     assert both(kind, BF16)[0].namespace() != both(kind, torch.float32)[0].namespace()
+
+
+def kl_nats(want: torch.Tensor, got: torch.Tensor) -> float:
+    """As the harness reports it, of one row of logits."""
+    exact, arm = (Observation(row[None], (), "", (), None) for row in (want, got))
+    return DivergenceMetric().compare(exact, arm)["quality/kl_first_nats"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_calls_after_the_first_are_judged_by_kl_and_top1(kind: str) -> None:
+    """H2: pages that another kernel left one step of bf16 off are no fault; they are reported as a
+    distance, of the size that plain transformers has from itself."""
+    lm, plain = both(kind, BF16)
+    want = plain_logits(plain, IDS)[-1]
+    control = max(kl_nats(want, split_plain(plain, at)) for at in (8, 30, N - 1))
+    engine = tiny_engine(lm, reuse=("prefix",))
+    asked = Request.rag("first", [prose(1), prose(2)], "Why?", system=SYSTEM)
+    metrics = (DivergenceMetric(), GreedyMetric())
+    exact_engine = tiny_engine(lm, admit="none", reuse=())
+    harness = Harness(lm, exact_engine, [Arm("prefix", engine)], metrics)
+    runs = harness.run([replace(asked, id=name) for name in ("first", "second", "third")])
+    first = next(runs)[-1]
+    for tensor in (*engine.memory.pages.keys, *engine.memory.pages.values):
+        step_up(tensor[:, ::3])
+    second, third = (rows[-1] for rows in runs)
+    assert first["reuse/prefix_tokens"] == 0
+    for row in (second, third):
+        assert row["reuse/prefix_tokens"] > 100
+        assert 0 < row["quality/kl_first_nats"] <= 4 * control
+        assert row["quality/top1_agreement"] >= 13 / 16
+        tie = row["first_divergence"]
+        assert tie is None or tie["margin_nats"] < 0.2
+    for key in ("quality/kl_nats", "quality/kl_first_nats", "quality/top1_agreement", "text"):
+        assert second[key] == third[key]  # all later calls are one call
+
+
+def step_up(tensor: torch.Tensor) -> None:
+    """Every bf16 number one step away from zero, in place."""
+    bits = tensor.view(torch.int16)
+    bits += 1

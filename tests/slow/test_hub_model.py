@@ -96,6 +96,12 @@ def slow_tokenizer(folder: Path) -> None:
     ByT5Tokenizer().save_pretrained(folder)
 
 
+def without_any_tokenizer(folder: Path) -> None:
+    for path in folder.glob("*token*"):
+        path.unlink()
+    set_config(model_type="llama")(folder)
+
+
 def set_config(**values: Any) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
@@ -117,6 +123,8 @@ def with_code(folder: Path) -> None:
         (without_weights, "no file named model.safetensors"),
         (cut_weights, "header"),
         (without_tokenizer, "a tokenizer.json is needed"),
+        (without_any_tokenizer, "a tokenizer.json is needed)"),
+        (lambda folder: (folder / "config.json").unlink(), "it has no config.json"),
         (gemma_without_tokenizer, "a tokenizer.json is needed"),
         (slow_tokenizer, "ByT5Tokenizer is a slow tokenizer without offsets"),
         (set_config(model_type="nonsense"), "`nonsense`"),
@@ -152,6 +160,24 @@ def test_a_name_that_does_not_exist_says_what_was_searched(tmp_path: Path) -> No
         assert str(searched) in done.stderr
     assert "HF_HUB_OFFLINE is set" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_hub_that_does_not_answer_is_told_once(tmp_path: Path) -> None:
+    """Without the retries' own lines; that it is asked at all is said before the wait."""
+    env = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hf")}
+    env.pop("HF_HUB_OFFLINE", None)
+    code = "import sys; from experiments.run import entry; sys.exit(entry(sys.argv[1:]))"
+    quick = "import huggingface_hub.utils._http as h; h.time.sleep = lambda s: None; "
+    done = subprocess.run(
+        [sys.executable, "-c", quick + code, "model=hub", "model.name=nobody/none",
+         f"out={tmp_path}/out"],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, env=env,
+        stdin=subprocess.DEVNULL, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    first, second = done.stderr.splitlines()
+    assert first == "note: asking the hub for 'nobody/none'"
+    assert second.startswith("error: model 'nobody/none': there is no folder")
 
 
 def test_bf16_of_a_folder(tmp_path: Path) -> None:

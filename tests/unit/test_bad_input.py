@@ -49,6 +49,8 @@ def line_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["+workload.limt=3"], ["workload.limt", "limit"]),
         (["workload.limit=-3"], ["workload.limit", "-3"]),
         (["workload=jsonl"], ["path"]),
+        (["model=hub"], ["model.name", "no default"]),
+        (["model=hub", "model.name=/nowhere", "memory.pool_tokens=10"], ["pool_tokens", "16 up"]),
         (["metrics=[]"], ["metrics", "divergence"]),
         (["threads=true"], ["threads", "whole number"]),
         (["gate.min_score=0.5"], ["gate.min_score", "gate=NAME", "threshold"]),

@@ -244,7 +244,7 @@ def test_every_chunk_is_explained(folder: Path, files: Path, capsys: Capture) ->
     system, museum, bridge = (part["tokens"] for part in warm["parts"][:3])
     assert warm["n_paged"] == warm["counts"]["prefix"] == system
     assert warm["counts"]["chunk"] == museum + bridge
-    assert warm["prefix_ends"] == "the cached prompt goes on otherwise"
+    assert warm["prefix_ends"] == "the cached prompt ends there, or goes on otherwise"
     assert not warm["served"]
 
 
@@ -297,12 +297,39 @@ def test_the_table_and_a_prompt_from_standard_input(
     assert re.search(r"prefix pages end at token \d+, ahead of '.+': ", out)
 
 
+@pytest.mark.filterwarnings("ignore:context=in_company")
+def test_prefix_that_does_not_come_from_pages_is_told(
+    folder: Path, files: Path, capsys: Capture
+) -> None:
+    """A passage without company was computed right behind the system prompt, where it stands."""
+    (files / "passages.txt").write_text(MUSEUM)
+    (files / "prompt.txt").write_text(f"{MUSEUM}\n\n{ASKED}")
+    given = ["explain", "--model", str(folder), "--prompt", str(files / "prompt.txt")]
+    assert main([*given, "--embedder", "none", "--ingest", str(files / "passages.txt")]) == 0
+    out = capsys.readouterr().out
+    (passage,) = [
+        row for row in map(str.split, out.splitlines()) if row[:2] == ["passage", "prefix"]
+    ]
+    assert f"{passage[2]} tokens behind them are exact too" in out
+
+
 def chat(path: Path, replies: Sequence[str]) -> Path:
     messages = [{"role": "user", "content": BRIDGE}]
     for reply in replies:
         messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": ASKED}]
     path.write_text(json.dumps({"id": "c", "messages": messages}) + "\n")
     return path
+
+
+def test_a_templated_prompt_has_one_bos(folder: Path, tmp_path: Path, capsys: Capture) -> None:
+    """A11: the tokens are those of the model's own template, in which BOS stands already."""
+    messages = [{"role": "user", "content": BRIDGE}]
+    want: Any = tiny_tokenizer().apply_chat_template(
+        messages, tokenize=True, add_generation_prompt=True, return_dict=True
+    )
+    assert want["input_ids"].count(tiny_tokenizer().bos_token_id) == 1
+    found = explained(capsys, "--model", folder, "--request", chat(tmp_path / "chat.jsonl", []))
+    assert found["n_tokens"] == len(want["input_ids"])
 
 
 def test_a_conversation_names_the_first_token_that_differs(

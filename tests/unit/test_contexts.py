@@ -5,16 +5,24 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsem.contexts.alone import Alone
-from kvsem.contexts.base import Donor, DonorContext
+from kvsem.contexts.base import FILLER, Donor, DonorContext
+from kvsem.contexts.behind_dummy import BehindDummy
+from kvsem.contexts.behind_filler import BehindFiller
 from kvsem.contexts.behind_system import BehindSystem
+from kvsem.contexts.filler_kv import FillerKV
 from kvsem.contexts.in_company import InCompany
 from kvsem.contexts.in_company_own import InCompanyOwn
+from kvsem.contexts.in_request import InRequest
+from kvsem.contexts.similar import Similar
+from kvsem.embedders.hashing import HashingEmbedder
 from kvsem.errors import SettingError
 from kvsem.types import Message, Request, Segment
 from kvsem.workloads.pydoc import PydocWorkload
@@ -24,6 +32,12 @@ CONTEXTS: list[DonorContext] = [
     InCompany(n=3),
     InCompanyOwn(),
     BehindSystem(),
+    BehindFiller(),
+    BehindFiller(words=3),
+    BehindDummy(),
+    BehindDummy(bare=True),
+    Similar(HashingEmbedder(16)),
+    Similar(HashingEmbedder(16), n=3, own=False),
     Alone(),
 ]
 SYSTEMS = st.sampled_from([None, "Be brief.", "Be kind."])
@@ -84,7 +98,9 @@ def test_every_distinct_passage_exactly_once(
     assert len(keys) == len(set(keys))
     assert set(keys) == wanted
     for donor in donors:
-        assert (donor.context == "behind_system") == (not donor.company and not donor.bare)
+        is_behind_system = not (donor.company or donor.bare or donor.n_dummies)
+        assert (donor.context == "behind_system") == is_behind_system
+        assert not donor.filler
         if (donor.system, donor.text) in _given(requests):
             assert donor == Donor(donor.text, donor.system)
         else:
@@ -132,11 +148,26 @@ def test_company_of_its_own_never_ends_with_a_predecessor(
             assert all((other, donor.text) in ahead for others in own for other in others)
 
 
+@pytest.mark.parametrize("context", CONTEXTS, ids=lambda c: f"{c.name}-{getattr(c, 'n', '')}")
+@settings(max_examples=150, deadline=None)
+@given(requests=REQUESTS, seed=st.integers(0, 3))
+def test_nobody_stands_behind_its_predecessor(
+    context: DonorContext, requests: list[Request], seed: int
+) -> None:
+    """That would be the exact context, and no reuse."""
+    ahead = {pair for r in requests for pair in pairwise(_texts(r))}
+    for donor in _quietly(context, requests, seed):
+        assert donor.text not in donor.company
+        assert not {(text, donor.text) for text in donor.company[-1:]} & ahead
+
+
+@pytest.mark.parametrize("context", [InCompany(2), Similar(HashingEmbedder(16))])
+@settings(deadline=None)
 @given(requests=REQUESTS, seed=st.integers(0, 3))
 def test_company_does_not_depend_on_the_order_of_requests(
-    requests: list[Request], seed: int
+    context: DonorContext, requests: list[Request], seed: int
 ) -> None:
-    forward, backward = (_quietly(InCompany(2), r, seed) for r in (requests, requests[::-1]))
+    forward, backward = (_quietly(context, r, seed) for r in (requests, requests[::-1]))
     assert {(d.system, d.text): d for d in forward} == {(d.system, d.text): d for d in backward}
 
 
@@ -177,6 +208,84 @@ def test_own_company_is_all_the_others_in_another_order() -> None:
             [p for p in passages if p != d.text] for d in donors
         ]
     assert len({donors[3].company for donors in by_seed}) > 1
+
+
+class Angles:
+    """An embedder whose text is its angle, in degrees."""
+
+    dim, identity = 2, "angles dim=2"
+
+    def embed(self, texts: Sequence[str]) -> np.ndarray:
+        angles = np.radians([float(text) for text in texts])
+        return np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
+
+
+SLICES = [_rag(None, ["0", "10", "25"], "Why?"), _rag(None, ["12", "90", "3"], "Why?")]
+
+
+def _similar(requests: Sequence[Request], **more: Any) -> dict[str, tuple[str, ...]]:
+    return {d.text: d.company for d in _quietly(Similar(Angles(), **more), requests)}
+
+
+def test_the_nearest_stand_ahead_and_the_nearest_of_all_last() -> None:
+    assert _similar(SLICES, n=1)["0"] == ("3",)
+    assert _similar(SLICES)["0"] == ("10", "3")
+
+
+def test_a_predecessor_is_never_last_but_may_stand_further_ahead() -> None:
+    """0 precedes 10 and is the second nearest to it; 10 precedes 25 and is the second nearest."""
+    company = _similar(SLICES, n=3)
+    assert company["10"] == ("0", "3", "12")
+    assert company["25"] == ("3", "10", "12")
+    near = [_rag(None, ["1", "2", "60"], "Why?")]
+    assert _similar(near, n=1)["2"] == ("60",)
+    assert _similar(near, n=2)["2"] == ("1", "60")
+
+
+def test_of_other_requests_only_where_asked() -> None:
+    company = _similar(SLICES, n=2, own=False)
+    assert company["0"] == ("12", "3")
+    assert company["90"] == ("10", "25")
+
+
+def test_a_twin_with_other_white_space_is_no_neighbour() -> None:
+    requests = [_rag(None, ["0", "50"], "Why?"), _rag(None, [" 0 "], "Why?")]
+    assert _similar(requests, n=1)["0"] == ("50",)
+
+
+@pytest.mark.parametrize("n", [0, -1, True, 1.5, "1", None])
+def test_a_number_of_neighbours_dummies_or_words_is_checked(n: Any) -> None:
+    with pytest.raises(SettingError, match=r"context\.n=.*from 1 up"):
+        Similar(Angles(), n=n)
+    with pytest.raises(SettingError, match=r"context\.n=.*from 1 up"):
+        BehindDummy(n=n)
+    if n is not None:
+        with pytest.raises(SettingError, match=r"context\.words=.*from 1 up, or null"):
+            BehindFiller(words=n)
+
+
+def test_filler_is_cut_to_whole_words_and_repeated() -> None:
+    words = FILLER.split()
+    for text in ("a", "passage a", "x" * 100, "x" * 2000):
+        (donor,) = _quietly(BehindFiller(), [_rag(None, [text], "Why?")])
+        (filler,) = donor.company
+        n = len(filler.split())
+        assert filler.split() == (words * 9)[:n]
+        assert len(text) - 12 < len(filler) <= max(len(text), 3)
+    (donor,) = _quietly(BehindFiller(words=200), [_rag(None, ["a"], "Why?")])
+    assert len(donor.company[0].split()) == 200
+
+
+def test_all_donors_of_the_control_are_filler() -> None:
+    requests = [_rag(None, ["a", "b"], "Why?"), _pair(None, "d", "t")]
+    donors = FillerKV().donors(requests, 0)
+    assert [donor.text for donor in donors] == ["a", "b", "d"]
+    assert all(donor.filler and donor.context == "filler_kv" for donor in donors)
+
+
+def test_what_requests_leave_behind_is_never_ingested() -> None:
+    with pytest.raises(SettingError, match=r"in_request.*workload\.ingest=false"):
+        InRequest().donors([], 0)
 
 
 @pytest.mark.parametrize("context", [InCompany(), InCompanyOwn()], ids=lambda c: c.name)

@@ -1,5 +1,7 @@
 """Arms next to exact: what is compared, what is timed, and what is kept."""
 
+import importlib.util
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -162,7 +164,8 @@ def test_a_second_run_takes_exact_from_disk(llama: LM, tmp_path: Path) -> None:
     second = list(again.run(asked))
     assert again.n_cached == 2
     for old, new in zip(first, second, strict=True):
-        assert new[:2] == old[:2]  # exact and exact_again, times included
+        same = [row | {"from_earlier_run": True} for row in old[:2]]
+        assert new[:2] == same  # exact and exact_again, times included
         assert new[2]["arm"] == "zero_kv"
 
 
@@ -222,6 +225,28 @@ def test_a_metric_of_other_settings_is_another_baseline(llama: LM, tmp_path: Pat
     other = Harness(llama, exact, [], [metric], Baselines(tmp_path))
     list(other.run(asked))
     assert other.n_cached == 0
+
+
+def test_a_metric_whose_code_has_changed_is_another_baseline(llama: LM, tmp_path: Path) -> None:
+    """Of a metric outside kvsem, which the digest of kvsem's own code does not see."""
+    asked, code = requests(1), "class Own:\n    higher_is_better = {}\n"
+    compare = "    def compare(self, exact, arm):\n        return {'quality/own': %d}\n"
+    cached = []
+    for i, value in enumerate((1, 2, 2)):
+        file = tmp_path / f"own_{i}.py"
+        file.write_text(code + compare % value, encoding="utf-8")
+        found = importlib.util.spec_from_file_location(file.stem, file)
+        assert found is not None
+        assert found.loader is not None
+        module = sys.modules[file.stem] = importlib.util.module_from_spec(found)
+        found.loader.exec_module(module)
+        exact = tiny_engine(llama, admit="none", reuse=())
+        side = Harness(llama, exact, [], [module.Own()], Baselines(tmp_path / "kept"))
+        ((row, _),) = side.run(asked)
+        assert row["quality/own"] == value
+        cached.append(side.n_cached)
+        del sys.modules[file.stem]
+    assert cached == [0, 0, 1]
 
 
 def test_what_scoring_appends_must_fit_too(llama: LM) -> None:

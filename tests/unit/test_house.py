@@ -46,7 +46,7 @@ LAYERS: tuple[set[str], ...] = (
         "selfcheck",
     }
     | PLUGS,
-    {"engine"},
+    {"engine", "repair"},
     {"baselines", "environment", "guarantee", "harness", "observe", "serving"},
     {
         "cli",
@@ -54,7 +54,9 @@ LAYERS: tuple[set[str], ...] = (
         "doctor",
         "explain",
         "inputs",
+        "intervals",
         "labels",
+        "pgr",
         "plots",
         "report",
         "results",
@@ -329,6 +331,13 @@ def test_constraints_pin_what_pyproject_asks_for() -> None:
         for requirement in map(Requirement, group):
             pinned = pins[canonicalize_name(requirement.name)]
             assert requirement.specifier.contains(pinned), requirement
+
+
+def test_the_oldest_transformers_of_the_range_is_the_one_that_is_tested() -> None:
+    lines = (ROOT / "constraints-lowest.txt").read_text().splitlines()
+    (tested,) = [Requirement(line) for line in lines if line.startswith("transformers")]
+    (asked,) = [r for r in map(Requirement, PROJECT["dependencies"]) if r.name == "transformers"]
+    assert f">={str(tested.specifier).removeprefix('==').removesuffix('.0')}" in str(asked)
 
 
 @pytest.mark.parametrize(

@@ -49,12 +49,19 @@ def with_deviation(
 
 def ran(rule: Any, given: State) -> list[torch.Tensor]:
     """What a rule chooses at each layer, asked as the engine asks."""
-    zeros = torch.zeros(2, N, 4)
+    zeros, noise = torch.zeros(2, N, 4), torch.Generator().manual_seed(0)
     for layer in rule.needs.fresh_layers:
         given.reused.setdefault(layer, (zeros, zeros))
         given.fresh.setdefault(layer, (zeros, zeros))
+    given.n_layers = LAYERS
+    if rule.needs.question_attention and given.question_attention is None:
+        given.question_attention = torch.rand(LAYERS, N, generator=noise)
+    if rule.needs.exact and given.kv_error is None:
+        given.kv_error = torch.rand(LAYERS, N, generator=noise)
     chosen = []
     for layer in range(LAYERS):
+        if rule.needs.watch and layer:
+            given.watched.append(torch.rand(N, generator=noise))
         given.previous = rule.tokens(layer, given)
         chosen.append(given.previous)
     return chosen

@@ -14,15 +14,17 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from hydra.utils import instantiate
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.transforms import Bbox
+from omegaconf import OmegaConf
 from rich.console import Console
 
 from kvsem import plots
 from kvsem.errors import SettingError
 from kvsem.labels import Label, freeze, place, spread
-from kvsem.report import number, short, terminal_table, write_report
+from kvsem.report import columns_of, number, short, terminal_table, write_report
 from kvsem.results import RunData, RunDir, load_run, summarise
 
 KL = "quality/kl_first_nats"
@@ -270,6 +272,53 @@ def test_spread_keeps_order_and_distance() -> None:
     gaps = [b - a for a, b in pairwise(moved)]
     assert all(gap >= 1 - 1e-3 for gap in gaps)
     assert moved[3] == 5.0
+
+
+def test_a_metric_of_ones_own_has_a_column_and_an_empty_one_has_none(tmp_path: Path) -> None:
+    with RunDir.create(tmp_path, config=CONFIG, env={}) as run:
+        for i, row in enumerate(rows(2)):
+            del row["quality/f1"]
+            run.append(row | {"quality/own_rank": float(i), "quality/kv_error_rel": 0.1})
+        summary = summarise(run.rows(), {}, {}, STATUS)
+        run.write_summary(summary)
+    assert [c.key for c in columns_of(summary)] == [
+        KL, "quality/answer_nll_nats", "quality/own_rank", "cost/flop_ratio", "cost/ttft_speedup",
+        "reuse/hit_rate", "reuse/recomputed_tokens",
+    ]  # fmt: skip
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "<th>own_rank<small>own metric</small></th>" in page
+    assert "<th>F1" not in page
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(terminal_table(summary))
+    assert "own_rank" in console.export_text()
+
+
+def test_no_metric_of_kvsem_is_taken_for_somebody_elses() -> None:
+    folder = Path(__file__).parents[2] / "conf/metric"
+    metrics = [instantiate(OmegaConf.load(path)) for path in sorted(folder.glob("*.yaml"))]
+    keys: dict[str, dict[str, float]] = {
+        key: {} for metric in metrics for key in metric.higher_is_better
+    }
+    assert len(keys) > 8
+    assert not [c for c in columns_of({"arms": {"a": keys}}) if c.unit == "own metric"]
+
+
+def test_a_figure_with_nothing_in_it_is_left_out(tmp_path: Path) -> None:
+    """As of a run whose only arm reuses exact prefix pages: its distance is zero."""
+    with RunDir.create(tmp_path, config="", env={}) as run:
+        for row in rows(2):
+            if row["arm"] in ("exact", "none"):
+                zeros = [0.0] * len(row["kv_error_rel_per_layer"])
+                run.append(row | {KL: 0.0, "kv_error_rel_per_layer": zeros})
+        run.write_summary(summarise(run.rows(), {}, {}, STATUS))
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "plots/kl_per_request.svg").write_text("of an earlier state", encoding="utf-8")
+    plots.write_plots(run)
+    drawn = {path.stem for path in (tmp_path / "plots").iterdir()}
+    assert drawn == {"quality_against_cost", "provenance"}
+    page = write_report(run).read_text(encoding="utf-8")
+    assert page.count("<svg") == 2
+    assert page.count("Not drawn, as no arm is above zero there") == 2
 
 
 def test_arms_look_different() -> None:

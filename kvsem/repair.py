@@ -1,0 +1,209 @@
+"""A recompute rule at work on one request: what it may look at, and what is forwarded for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvsem import rope
+from kvsem.errors import KvsemError, SettingError
+from kvsem.forward import KV, Job, Watch
+from kvsem.lm import LM
+from kvsem.recompute.base import Adjusts, Needs, Recompute, Spread, Spreads, State
+from kvsem.types import Provenance, ReusePlan
+
+
+@dataclass
+class Repair:
+    """``rule`` on the prompt ``ids``, whose reused KV is in place in ``kv``.
+
+    `ready` runs all passes but the last and gives the job of that one, which may share a forward
+    with other requests. ``multiplications``: of the passes so far, and of spreading.
+    """
+
+    lm: LM
+    rule: Recompute
+    ids: np.ndarray
+    kv: KV
+    state: State
+    multiplications: int = 0
+    layer_tokens: int = 0  # recomputed in passes before the last
+
+    @classmethod
+    def of(
+        cls, lm: LM, rule: Recompute, plan: ReusePlan, kv: KV, ids: np.ndarray, seed: int
+    ) -> Repair:
+        """Applies the rule's ``adjust`` to the reused KV."""
+        matched = torch.from_numpy(plan.matched)
+        spans = [(c.start, c.end) for c in plan.chunks if bool(matched[c.start : c.end].any())]
+        new = torch.from_numpy(plan.provenance == Provenance.NEW)
+        state = State(len(ids), matched, new, spans, seed, n_layers=lm.n_layers)
+        repair = cls(lm, rule, ids, kv, state)
+        if isinstance(rule, Adjusts) and bool(matched.any()):
+            repair._adjust(rule)
+        return repair
+
+    @property
+    def needs(self) -> Needs:
+        return getattr(self.rule, "needs", Needs())
+
+    @property
+    def question(self) -> int:
+        """Where the question begins: behind the last token that is not computed in any case."""
+        known = (~self.state.new).nonzero()[:, 0]
+        return int(known[-1]) + 1 if len(known) else 0
+
+    def ready(self) -> tuple[Job, int]:
+        """The last pass, and how many tokens its first layer computes."""
+        if not bool(self.state.matched.any()):  # nothing to ask a rule about
+            whole = self.state.new
+            return Job(self.ids, self.kv, lambda _: whole), int(whole.sum())
+        if self.needs.exact:
+            self._compare()
+        if self.needs.question_attention:
+            self._look()
+        for sweep in range(self.needs.sweeps - 1):
+            self._sweep(sweep)
+        self.state.sweep = self.needs.sweeps - 1
+        return self._job()
+
+    def computed(self, last: np.ndarray) -> np.ndarray:
+        """bool ``[layers, n]``: what the last pass ran, and what was recomputed before it."""
+        before = self.state.repaired
+        return last if before is None else last | before.numpy()
+
+    def unsettled(self, last: np.ndarray) -> np.ndarray | None:
+        """bool ``[n]``: recomputed before the last pass only, over KV that has changed since."""
+        before = self.state.repaired
+        return None if before is None else before.numpy() & ~last.all(axis=0)
+
+    # -- passes ---------------------------------------------------------------------------------
+
+    def _job(self) -> tuple[Job, int]:
+        """A pass by the rule, which is asked about the first layer now."""
+        state, version, whole = self.state, -1, self.state.new
+        state.previous, watch = None, None
+        self._keep_reused()
+        if self.needs.watch:
+            watch = Watch(self.question)
+            state.watched = watch.seen
+
+        def select(layer: int) -> torch.Tensor:
+            nonlocal whole, version
+            if layer - 1 in self.needs.fresh_layers:
+                keys, values = self.kv.read(layer - 1, state.n_tokens)
+                state.fresh[layer - 1] = keys[0], values[0]
+            chosen = self.rule.tokens(layer, state)
+            # an unchanged set stays the same object; the version tells of changes made in place
+            if chosen is not state.previous or chosen._version != version:
+                whole, version = state.new | (chosen & state.matched), chosen._version
+            state.previous = chosen
+            return whole
+
+        first = select(0)
+        spread = self.rule.spread(state) if isinstance(self.rule, Spreads) else None
+        job = Job(
+            self.ids,
+            self.kv,
+            lambda layer: first if layer == 0 else select(layer),
+            self._written(spread) if spread is not None and len(spread.targets) else None,
+            watch,
+        )
+        return job, int(first.sum())
+
+    def _look(self) -> None:
+        """The question over the assembled cache, with all that has no KV yet."""
+        rows = self.state.new.nonzero()[:, 0].numpy()
+        depth = max(1, round(self.needs.question_layers * self.lm.n_layers))
+        self.state.question_attention = self.lm.question_attention(
+            self.ids, self.kv, rows, self.question, depth
+        )
+        ran = np.zeros((self.lm.n_layers, len(self.ids)), dtype=bool)
+        ran[:depth, rows] = True
+        self.multiplications += self.lm.multiplications(ran, int(depth == self.lm.n_layers))
+
+    def _pass(self, job: Job) -> np.ndarray:
+        """A forward ahead of the last one, for what the question looks at in it: what ran."""
+        watch = Watch(self.question)
+        _, computed = self.lm.prefill_many([job._replace(watch=watch)])[0]
+        self.state.question_attention = torch.stack(watch.seen).cpu()
+        self.multiplications += self.lm.multiplications(computed)
+        return computed
+
+    def _sweep(self, sweep: int) -> None:
+        self.state.sweep = sweep
+        computed = self._pass(self._job()[0])
+        self.layer_tokens += int((computed & self.state.matched.numpy()).sum())
+        last = torch.from_numpy(computed[-1]) & self.state.matched
+        self.state.repaired = last if self.state.repaired is None else self.state.repaired | last
+
+    def _compare(self) -> None:
+        """What every token is really off by: for oracles, and counted like everything else."""
+        n, everything = self.state.n_tokens, torch.ones(self.state.n_tokens, dtype=torch.bool)
+        exact = self.lm.buffer(n)
+        _, computed = self.lm.prefill(self.ids, exact, lambda _: everything)
+        self.multiplications += self.lm.multiplications(computed)
+        errors = []
+        for layer in range(self.lm.n_layers):
+            pairs = zip(self.kv.read(layer, n), exact.read(layer, n), strict=True)
+            squares = [(a[0].float() - b[0].float()).square().sum(dim=(0, 2)) for a, b in pairs]
+            errors.append(torch.stack(squares).sum(0).sqrt().cpu())
+        self.state.kv_error = torch.stack(errors) * self.state.matched
+
+    # -- reused KV ------------------------------------------------------------------------------
+
+    def _adjust(self, rule: Adjusts) -> None:
+        at = self.state.matched.nonzero()[:, 0]
+        there = at.to(self.lm.device)
+        for layer in range(self.lm.n_layers):
+            keys, values = (t[0][:, there] for t in self.kv.read(layer, self.state.n_tokens))
+            keys, values = rule.adjust(layer, keys, values, self.state)
+            self.kv.write(layer, at, keys[None], values[None])
+
+    def _keep_reused(self) -> None:
+        for layer in self.needs.fresh_layers:
+            if layer >= self.lm.n_layers:
+                raise SettingError(
+                    "recompute: layer", layer, f"a layer from 0 to {self.lm.n_layers - 1}"
+                )
+            keys, values = (t[0].clone() for t in self.kv.read(layer, self.state.n_tokens))
+            self.state.reused[layer] = keys, values
+
+    def _written(self, spread: Spread) -> Callable[[int], None]:
+        """What `Spread` asks for, as soon as a layer's rows are written."""
+        device, n = self.lm.device, self.state.n_tokens
+        sources, targets = spread.sources.to(device), spread.targets.to(device)
+        weights = spread.weights.to(device)
+        back, there = (
+            self.lm.angles(spread.sources.tolist()),
+            self.lm.angles(spread.targets.tolist()),
+        )
+        before = [
+            tuple(t[0].index_select(1, sources).float() for t in self.kv.read(layer, n))
+            for layer in range(self.lm.n_layers)
+        ]
+        width = sum(s.kv_heads * (s.key_dim + s.value_dim) for s in self.lm.shapes)
+        self.multiplications += weights.numel() * width
+
+        def written(layer: int) -> None:
+            if self.state.previous is not None and not self.state.previous[spread.sources].all():
+                raise KvsemError(f"a source of the spread is not recomputed at layer {layer}")
+            kind, pairs = self.lm.layer_types[layer], self.lm.pairs[layer]
+            read = [t[0] for t in self.kv.read(layer, n)]
+            keys, values = (
+                t.index_select(1, sources).float() - old
+                for t, old in zip(read, before[layer], strict=True)
+            )
+            cos, sin = back[kind]
+            keys = weights @ rope.shift(keys, cos, -sin, pairs)
+            moved = rope.shift(keys, *there[kind], pairs), weights @ values
+            new = (
+                (t.index_select(1, targets) + by).to(t.dtype)[None]
+                for t, by in zip(read, moved, strict=True)
+            )
+            self.kv.write(layer, spread.targets, *new)
+
+        return written
