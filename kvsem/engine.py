@@ -185,6 +185,8 @@ class Engine:
             raise KvsemError("only engines with admit=none share what was ingested")
         if other.memory.pool.limit is not None:
             raise KvsemError("only a pool without a limit is shared")
+        if self.memory.settings.salt != other.memory.settings.salt:
+            raise KvsemError("only engines of one memory.salt share what was ingested")
         self.memory = other.memory.view()
         self.vectors.share(other.vectors)
 

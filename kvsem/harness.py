@@ -77,7 +77,7 @@ class Harness:
         if exact.memory.pool.n_blocks or exact.reuse or exact.admit != "none":
             raise KvsemError("exact must start empty, reuse nothing and publish nothing")
         self.lm, self.metrics, self.baselines = lm, metrics, baselines
-        self.observer = Observer(lm)
+        self.observer = Observer(lm, any(getattr(m, "needs_text", True) for m in metrics))
         self.settings = dict(settings or {})
         self.exact = [Arm(name, exact) for name in EXACT]
         self.arms = list(arms)

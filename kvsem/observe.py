@@ -21,8 +21,8 @@ SAMPLED = 256  # at most so many prompt positions on which KV is compared
 class Observer:
     """Decodes and scores behind a prefilled prompt, and leaves the prompt's KV as it was."""
 
-    def __init__(self, lm: LM) -> None:
-        self.lm = lm
+    def __init__(self, lm: LM, decodes: bool = True) -> None:
+        self.lm, self.decodes = lm, decodes
 
     def room(self, request: Request) -> int:
         """Tokens that observing ``request`` appends to its KV at most."""
@@ -35,7 +35,8 @@ class Observer:
         """What the arm says, and its decode time per token.
 
         ``continuation``: exact's greedy tokens, on which distributions are compared; None for
-        exact itself, whose own tokens they are.
+        exact itself, whose own tokens they are. Where the observer does not decode, there is no
+        text of other arms, and no time (NaN).
         """
         n = done.plan.n_tokens
         if continuation is None:
@@ -44,13 +45,17 @@ class Observer:
             done.kv.truncate_to(n)
         else:
             logits = self._follow(continuation, done)
-            greedy, decode_ms = self._decode(_agreed(logits, continuation), done)
+            greedy, decode_ms = tuple(_agreed(logits, continuation)), float("nan")
+            done.kv.truncate_to(n + len(greedy) - 1)
+            if self.decodes:
+                greedy, decode_ms = self._decode(greedy, done)
+            done.kv.truncate_to(n)
         nll = self._answer_nll(done)
         at = torch.from_numpy(sampled(done.prompt)).to(self.lm.device)
         read = [done.kv.read(layer, n) for layer in range(self.lm.n_layers)]
         keys = tuple(k[0].index_select(1, at).float().cpu() for k, _ in read)
         values = tuple(v[0].index_select(1, at).float().cpu() for _, v in read)
-        text = self._text(greedy)
+        text = self._text(greedy) if self.decodes or continuation is None else None
         seen = Observation(logits, greedy, text, done.request.answers, nll, keys, values)
         return seen, decode_ms
 

@@ -35,9 +35,11 @@ class AnswerMetric:
         }
 
     def compare(self, exact: Observation, arm: Observation) -> dict[str, float]:
-        same = arm.text == exact.text  # also where nothing is left after normalisation
-        values = {"quality/f1_exact_arm": 1.0 if same else token_f1(arm.text, exact.text)}
-        if arm.answers:
+        values: dict[str, float] = {}
+        if arm.text is not None and exact.text is not None:
+            same = arm.text == exact.text  # also where nothing is left after normalisation
+            values["quality/f1_exact_arm"] = 1.0 if same else token_f1(arm.text, exact.text)
+        if arm.text is not None and arm.answers:
             values["quality/f1"] = max(token_f1(arm.text, answer) for answer in arm.answers)
         if arm.answer_nll_nats is not None:
             values["quality/answer_nll_nats"] = arm.answer_nll_nats

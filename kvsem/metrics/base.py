@@ -17,8 +17,9 @@ class Observation:
     """
 
     logits: torch.Tensor
-    greedy: tuple[int, ...]  # the arm's own greedy tokens, as many as exact's
-    text: str  # the greedy text up to the end token
+    # the arm's own greedy tokens, as many as exact's; up to the first other one without a text
+    greedy: tuple[int, ...]
+    text: str | None  # the greedy text up to the end token; None: no metric needs it
     answers: tuple[str, ...]
     answer_nll_nats: float | None  # mean over the tokens of the first reference answer
     keys: tuple[torch.Tensor, ...] | None = None
@@ -26,6 +27,9 @@ class Observation:
 
 
 class Metric(Protocol):
+    """``needs_text`` is an optional attribute: False, where neither an arm's text nor its greedy
+    tokens behind the first that differs are looked at. Absent, it is True."""
+
     higher_is_better: dict[str, bool]  # by key
 
     def compare(self, exact: Observation, arm: Observation) -> dict[str, float]:

@@ -20,6 +20,8 @@ class DivergenceMetric:
     token that both rule out.
     """
 
+    needs_text = False
+
     def __init__(self) -> None:
         self.higher_is_better = {
             "quality/kl_first_nats": False,

@@ -8,6 +8,8 @@ from kvsem.metrics.base import Observation
 class KvErrorMetric:
     """``quality/kv_error_rel``: the mean of `per_layer`; left out where a side kept no KV."""
 
+    needs_text = False
+
     def __init__(self) -> None:
         self.higher_is_better = {"quality/kv_error_rel": False}
 

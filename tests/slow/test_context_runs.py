@@ -15,6 +15,7 @@ from experiments.run import entry
 from tests.tiny import SYSTEM, prose, tiny_model, tiny_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.ci]
+CONTROLS = ("none", "zero_kv", "random_kv", "filler_kv", "no_context")
 CONTEXTS = sorted(p.stem for p in (Path(__file__).parents[2] / "conf/context").glob("*.yaml"))
 
 
@@ -140,3 +141,18 @@ def test_a_context_that_cannot_be_is_one_line(
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert all(word in line for word in words), line
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["rules", "controls", "rule_contexts"])
+def test_experiments_of_the_rules_study(name: str, given: list[str], tmp_path: Path) -> None:
+    """I5: as shipped, on two requests; what should recompute does."""
+    found, _ = run(tmp_path / "out", given, f"experiment={name}", "embedder=hashing")
+    arms = found["arms"]
+    assert len(arms) >= 8
+    for arm, estimates in arms.items():
+        recomputes = arm not in (*CONTROLS, "exact", "exact_again")
+        assert (estimates["reuse/recomputed_tokens"]["mean"] > 0) == recomputes
+        if arm not in ("exact", "exact_again", "no_context"):
+            assert estimates["reuse/hit_rate"]["mean"] > 0.5
+    if name == "controls":
+        assert found["pgr"]

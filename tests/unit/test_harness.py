@@ -1,6 +1,7 @@
 """Arms next to exact: what is compared, what is timed, and what is kept."""
 
 import importlib.util
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +18,12 @@ from kvsem.metrics.answer import AnswerMetric
 from kvsem.metrics.divergence import DivergenceMetric
 from kvsem.metrics.greedy import GreedyMetric
 from kvsem.metrics.kv_error import KvErrorMetric
+from kvsem.metrics.likelihood import LikelihoodMetric
+from kvsem.observe import STEPS, Observer
 from kvsem.recompute.all import AllRecompute
 from kvsem.recompute.base import State
 from kvsem.recompute.cacheblend import CacheBlendRecompute
+from kvsem.recompute.none import NoRecompute
 from kvsem.recompute.zero_kv import ZeroKV
 from kvsem.types import Request
 from tests.tiny import SYSTEM, prose, tiny_engine, tiny_tokenizer
@@ -289,3 +293,64 @@ def test_a_rule_may_shrink_its_set_in_place(llama: LM) -> None:
     done = engine.prefill(asked[0])
     again = (done.computed & done.plan.matched).sum(axis=1)
     assert again[0] == again[1] > again[2] == again[3] > 0
+
+
+class OffBy(NoRecompute):
+    """Reused values off by noise, or by the same in every token, of so many standard deviations."""
+
+    def __init__(self, size: float, coherent: bool) -> None:
+        self.size, self.coherent = size, coherent
+
+    def adjust(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, state: State
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(layer)
+        shape = values[:, :1].shape if self.coherent else values.shape
+        sign = torch.randn(shape, generator=generator).sign()
+        return keys, values + self.size * values.std() * sign
+
+
+def test_a_small_error_of_kv_can_do_more_harm(llama: LM) -> None:
+    """H6, turboquant-pro PR 98: nearer KV, worse output. What is judged is the output."""
+    asked = requests()
+    under_test = arms(llama, asked, noise=OffBy(0.30, False), drift=OffBy(0.27, True))
+    found = [row for group in harness(llama, under_test).run(asked) for row in group]
+    error, kl = (
+        {arm: sum(of(found, arm, key)) / len(asked) for arm in ("noise", "drift")}
+        for key in ("quality/kv_error_rel", "quality/kl_nats")
+    )
+    assert error["drift"] < error["noise"]
+    assert kl["drift"] > 1.3 * kl["noise"]
+
+
+def test_nothing_is_decoded_that_no_metric_needs(llama: LM) -> None:
+    """The same divergence and likelihood, without a text."""
+    asked, found = requests(), []
+    for metrics in (METRICS, (DivergenceMetric(), LikelihoodMetric(), KvErrorMetric())):
+        exact = tiny_engine(llama, admit="none", reuse=())
+        under_test = arms(llama, asked, none=NoRecompute())
+        found.append(
+            [row for g in Harness(llama, exact, under_test, metrics).run(asked) for row in g]
+        )
+    for with_text, without in zip(*found, strict=True):
+        assert isinstance(with_text["text"], str)
+        assert (without["text"] is None) == (without["arm"] != "exact")
+        assert math.isnan(without["cost/decode_ms_per_token"]) == (without["arm"] != "exact")
+        for key in ("quality/kl_nats", "quality/answer_nll_nats", "quality/perplexity_ratio"):
+            assert with_text[key] == without[key]
+
+
+def test_greedy_tokens_are_those_of_plain_decoding(llama: LM) -> None:
+    """Known up to the first that differs from exact's, decoded from there on."""
+    asked = requests()[0]
+    engine = arms(llama, [asked], zero=ZeroKV())[0].engine
+    exact = Engine(llama).prefill(asked, room=STEPS)
+    observer = Observer(llama)
+    greedy = observer.observe(exact, None)[0].greedy
+    assert greedy == tuple(llama.decode(exact.first, exact.kv, STEPS))
+    done = engine.prefill(asked, room=STEPS)
+    other = observer.observe(done, greedy)[0].greedy
+    assert other != greedy
+    assert other == tuple(llama.decode(done.first, done.kv, STEPS))
+    exact.kv.truncate_to(exact.plan.n_tokens)
+    assert observer.observe(exact, greedy)[0].greedy == greedy

@@ -65,12 +65,12 @@ def test_framing_by_hand() -> None:
 
 def test_the_same_in_every_process() -> None:
     """Python's `hash` differs by PYTHONHASHSEED; keys and namespaces do not."""
-    root = Path(__file__).parents[2]
+    root, given = Path(__file__).parents[2], os.environ.get("PYTHONPATH", "")
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT],
             cwd=root,
-            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(root)},
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": f"{root}{os.pathsep}{given}"},
             stdout=subprocess.PIPE,
             text=True,
         )
