@@ -68,10 +68,6 @@ UNFIT = (  # what a model raises that is used as it was not meant to be
 _ACTIVE: ContextVar[Forward | Packed | Step | None] = ContextVar("kvsem_forward", default=None)
 
 
-class _EnoughError(Exception):
-    """Raised inside a forward of which no more is wanted."""
-
-
 class _KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """Hands K and V to the forward in flight; keeps nothing itself."""
 
@@ -549,41 +545,19 @@ class LM:
 
     @torch.no_grad()
     def question_attention(
-        self,
-        ids: np.ndarray,
-        kv: KV,
-        rows: np.ndarray,
-        start: int = 0,
-        n_layers: int | None = None,
+        self, ids: np.ndarray, kv: KV, rows: np.ndarray, start: int = 0
     ) -> torch.Tensor:
         """How much the tokens from position ``start`` on look at each token of the assembled cache.
 
-        The tokens at ``rows`` run once over ``kv`` (which must hold every other token), through
-        the first ``n_layers`` (None: all); attention weights of those from ``start`` on, mean over
-        heads and rows: fp32 ``[n_layers, n]`` on the CPU.
+        The tokens at ``rows`` run once over ``kv`` (which must hold every other token); attention
+        weights of those from ``start`` on, mean over heads and rows: fp32 ``[layers, n]`` on the
+        CPU.
         """
         self._check_length(len(ids), kv)
         watch = Watch(start)
         forward = self._forward(len(ids), torch.from_numpy(rows), kv=kv, watch=watch)
-        with self._ending_at(self.n_layers if n_layers is None else n_layers):
-            self._run(forward, ids[rows], self._cache())
+        self._run(forward, ids[rows], self._cache())
         return torch.stack(watch.seen).cpu()
-
-    @contextmanager
-    def _ending_at(self, n_layers: int) -> Iterator[None]:
-        """A forward ends ahead of layer ``n_layers``, without a result."""
-
-        def end(*_: Any) -> None:
-            raise _EnoughError
-
-        handles = [layer.register_forward_pre_hook(end) for layer in self.layers[n_layers:][:1]]
-        try:
-            yield
-        except _EnoughError:
-            pass
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @torch.no_grad()
     def step(self, ids: Sequence[int], kvs: Sequence[KV]) -> torch.Tensor:

@@ -117,13 +117,12 @@ class Repair:
     def _look(self) -> None:
         """The question over the assembled cache, with all that has no KV yet."""
         rows = self.state.new.nonzero()[:, 0].numpy()
-        depth = max(1, round(self.needs.question_layers * self.lm.n_layers))
         self.state.question_attention = self.lm.question_attention(
-            self.ids, self.kv, rows, self.question, depth
+            self.ids, self.kv, rows, self.question
         )
         ran = np.zeros((self.lm.n_layers, len(self.ids)), dtype=bool)
-        ran[:depth, rows] = True
-        self.multiplications += self.lm.multiplications(ran, int(depth == self.lm.n_layers))
+        ran[:, rows] = True
+        self.multiplications += self.lm.multiplications(ran)
 
     def _pass(self, job: Job) -> np.ndarray:
         """A forward ahead of the last one, for what the question looks at in it: what ran."""

@@ -11,8 +11,7 @@ class Needs:
     """What a rule asks of the prefill beyond the token sets; all of it is in the cost.
 
     ``fresh_layers``: layers whose reused K/V are kept beside the fresh ones (see `State`).
-    ``question_attention``: the question is run once over the assembled cache beforehand, through
-    the share ``question_layers`` of the layers, the first ones.
+    ``question_attention``: the question is run once over the assembled cache beforehand.
     ``watch``: the question's attention in the forward itself, layer by layer (`State.watched`).
     ``sweeps``: forwards over the prompt, each of which finds the KV as the one before left it, and
     the attention that the question paid it.
@@ -21,7 +20,6 @@ class Needs:
 
     fresh_layers: tuple[int, ...] = ()
     question_attention: bool = False
-    question_layers: float = 1.0
     watch: bool = False
     sweeps: int = 1
     exact: bool = False
@@ -46,7 +44,7 @@ class State:
     previous: torch.Tensor | None = None  # what the rule chose at the layer before
     reused: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     fresh: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    question_attention: torch.Tensor | None = None  # [layers that ran, n_tokens], pass before
+    question_attention: torch.Tensor | None = None  # [layers, n_tokens], of the pass before
     watched: list[torch.Tensor] = field(default_factory=list)  # [n_tokens] by layer, this forward
     sweep: int = 0
     repaired: torch.Tensor | None = None  # bool [n_tokens], recomputed in sweeps before

@@ -273,32 +273,3 @@ def test_watching_is_what_the_pass_before_sees(lm: LM) -> None:
     watch, kv = Watch(n - 5), lm.buffer(n)
     lm.prefill_many([Job(ids, kv, lambda _: torch.ones(n, dtype=torch.bool), None, watch)])
     assert (torch.stack(watch.seen) - want).abs().max() <= 1e-5
-
-
-def test_a_look_may_end_early(lm: LM) -> None:
-    """The first layers see the same, and no hook is left."""
-    done = Engine(lm).prefill(REQUEST)
-    n, ids = done.plan.n_tokens, done.prompt.ids
-    whole, part = (
-        lm.question_attention(ids, done.kv, np.arange(n - 9, n), n - 5, depth)
-        for depth in (None, lm.n_layers - 2)
-    )
-    assert len(whole) == lm.n_layers
-    assert len(part) == lm.n_layers - 2
-    assert torch.equal(whole[: len(part)], part)
-    assert lm.plain(ids).isfinite().all()
-
-
-def test_a_look_costs_what_it_runs(llama: LM) -> None:
-    """A pass through half of the layers, without the head."""
-    whole = engine(llama, rule("prophetkv", ratio=1.0)).prefill(REQUEST)
-
-    class Half:
-        needs = Needs(question_attention=True, question_layers=0.5)
-        tokens = rule("prophetkv", ratio=1.0).tokens
-
-    half = engine(llama, Half()).prefill(REQUEST)
-    none = engine(llama, rule("epic", ratio=0.0)).prefill(REQUEST)
-    head = llama.model.get_output_embeddings().weight.numel()
-    saved = whole.cost.multiplications - half.cost.multiplications
-    assert saved == (none.cost.multiplications - head) / 2 + head

@@ -18,6 +18,7 @@ from kvsem.recompute.all import AllRecompute
 from kvsem.recompute.base import Adjusts, State
 from kvsem.recompute.cacheblend import CacheBlendRecompute
 from kvsem.recompute.epic import EpicRecompute
+from kvsem.recompute.krige import KrigeRecompute
 from kvsem.recompute.none import NoRecompute
 from kvsem.recompute.random import RandomRecompute
 from kvsem.recompute.random_kv import RandomKV
@@ -228,3 +229,24 @@ def test_short_chunks_keep_at_least_one_token(lengths: list[int], ratio: float) 
         chosen = EpicRecompute(ratio).tokens(0, given)[start:end]
         assert 1 <= int(chosen.sum()) <= max(1, round(ratio * (end - start)))
     assert RandomRecompute(ratio).tokens(0, given).any()
+
+
+def test_kriging_takes_heads_and_evenly_spaced_tokens() -> None:
+    """Half of 10 of 25 tokens: first, then second tokens of the three chunks; and samples."""
+    rule = KrigeRecompute(0.4, heads=0.5)
+    chosen = rule.tokens(0, state())
+    heads = rule._heads(state()).nonzero()[:, 0].tolist()
+    assert heads == [5, 6, 12, 13, 20]
+    samples = [i for i in chosen.nonzero()[:, 0].tolist() if i not in heads]
+    assert samples == [9, 15, 19, 24, 28]
+    given = state(previous=chosen)
+    spread = rule.spread(given)
+    assert spread is not None
+    assert spread.sources.tolist() == samples
+    assert not chosen[spread.targets].any()
+    assert len(spread.targets) == 15
+    near, far = (spread.targets.tolist().index(i) for i in (8, 29))
+    assert spread.weights[near, 0] > 0.2 > spread.weights[far, 0] > 0
+    assert KrigeRecompute(1.0).tokens(0, state()).equal(state().matched)
+    assert rule.spread(state(previous=state().matched)) is not None
+    assert KrigeRecompute(0.0).spread(state(previous=state().nothing())) is None
