@@ -1,10 +1,11 @@
 """Runs of this study as one small file, tables and a figure.
 
 python experiments/rules/tables.py NAME RUN [RUN ...]
+python experiments/rules/tables.py
 
-Each RUN is a folder of experiments/run.py on the same requests, one per ratio; the arms of a
-second run at a ratio are added to the first. Writes results/NAME.json and results/NAME.svg beside
-this file, and prints the tables of the README.
+Each RUN is a folder of experiments/run.py on the same requests; the further arms of a second run at
+a ratio are added to those of the first. Writes results/NAME.json and results/NAME.svg beside this
+file, and prints its tables. Without arguments, prints the overview of all results.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import yaml
 from matplotlib.figure import Figure
 
 from kvsem.plots import styles, svg
-from kvsem.results import load_run, write_atomic
+from kvsem.results import RunDir, load_run, write_atomic
+from kvsem.summary import Row, summarise
 
 HERE = Path(__file__).resolve().parent
 KEYS = (
@@ -36,22 +40,36 @@ KEYS = (
 SHOWN = KEYS[:5]
 PAIRED = KEYS[:3]
 OURS = "krige"
+RULES = (
+    *("none", "random", "epic", "cacheblend", "kvshare", "prophetkv", "sparsex", "fusionrag"),
+    *("refine", OURS),
+)
 
 
 def cells(runs: list[Path]) -> dict[str, Any]:
-    """Ratio -> arm -> key -> estimate, and the paired differences of ours and every other arm."""
-    found: dict[str, Any] = {}
+    """Ratio -> arm -> key -> estimate, paired differences of ours and every other arm, and PGR."""
+    rows: dict[str, dict[tuple[str, str], Row]] = defaultdict(dict)
     for path in runs:
-        run = load_run(path)
-        at = found.setdefault(f"{run.config['recompute_ratio']:g}", {"arms": {}, "pairs": {}})
-        for arm, estimates in run.summary["arms"].items():
-            at["arms"].setdefault(arm, {k: estimates[k] for k in KEYS if k in estimates})
-        for pair, estimates in run.summary["pairs"].items():
-            if OURS in pair.split("-"):
-                at["pairs"].setdefault(pair, {k: estimates[k] for k in PAIRED if k in estimates})
-        if run.summary.get("pgr"):
-            at["pgr"] = run.summary["pgr"]
-    return {ratio: found[ratio] for ratio in sorted(found, key=float)}
+        run = RunDir.open(path)
+        ratio = yaml.safe_load((path / "config.yaml").read_text())["recompute_ratio"]
+        known = {arm for _, arm in rows[f"{ratio:g}"]}
+        new = ((r["request"], r["arm"], r) for r in run.rows() if r["arm"] not in known)
+        rows[f"{ratio:g}"] |= {(request, arm): row for request, arm, row in new}
+    return {ratio: cell(list(rows[ratio].values())) for ratio in sorted(rows, key=float)}
+
+
+def cell(rows: list[Row]) -> dict[str, Any]:
+    summary = summarise(rows, {}, {}, {})
+    kept = {
+        arm: {key: estimates[key] for key in KEYS if key in estimates}
+        for arm, estimates in summary["arms"].items()
+    }
+    pairs = {
+        pair: {key: estimates[key] for key in PAIRED if key in estimates}
+        for pair, estimates in summary["pairs"].items()
+        if pair.startswith(f"{OURS}-")
+    }
+    return {"arms": kept, "pairs": pairs, "pgr": summary.get("pgr", {})}
 
 
 def shown(estimate: dict[str, Any] | None) -> str:
@@ -66,14 +84,31 @@ def table(ratio: str, at: dict[str, Any]) -> str:
         f"**{float(ratio):.0%} recomputed**, n = {n}",
         "",
         "| arm | KL first | KL 16 | answer NLL | FLOP ratio | TTFT speed-up "
-        "| krige − arm, first | krige − arm, 16 |",
-        "|---|---|---|---|---|---|---|---|",
+        "| krige − arm, first | krige − arm, 16 | PGR (NLL) |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for arm, e in sorted(at["arms"].items(), key=lambda item: item[1][KEYS[0]]["mean"]):
         pair = at["pairs"].get(f"{OURS}-{arm}", {})
         row = [f"`{arm}`", *(shown(e.get(key)) for key in SHOWN)]
         row += [shown(pair.get(key)) for key in PAIRED[:2]]
+        row += [shown(at["pgr"].get(arm, {}).get(PAIRED[2]))]
         lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+def overview(key: str) -> str:
+    """Means of ``key``: a row for each data set and ratio, a column for each rule."""
+    files = sorted((HERE / "results").glob("*.json"))
+    found = {f.stem: json.loads(f.read_text()).get("cells", {}) for f in files}
+    lines = ["| | " + " | ".join(f"`{rule}`" for rule in RULES) + " |", "|---" * 11 + "|"]
+    for name, ratios in found.items():
+        for ratio, at in ratios.items():
+            means = [at["arms"].get(rule, {}).get(key, {}).get("mean") for rule in RULES]
+            least = min(mean for mean in means if mean is not None)
+            cells = [
+                "–" if m is None else f"**{m:.3g}**" if m == least else f"{m:.3g}" for m in means
+            ]
+            lines.append(f"| {name}, {float(ratio):.0%} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -107,9 +142,12 @@ def figure(found: dict[str, Any]) -> Figure:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("name", help="of the requests: musique, hotpotqa, dialogue, pydoc …")
-    parser.add_argument("runs", type=Path, nargs="+", help="run folders")
+    parser.add_argument("name", nargs="?", help="of the requests: musique, hotpotqa, dialogue …")
+    parser.add_argument("runs", type=Path, nargs="*", help="run folders")
     given = parser.parse_args()
+    if not given.runs:
+        print(*(f"{key}\n\n{overview(key)}\n" for key in (*KEYS[:2], KEYS[3])), sep="\n")
+        return
     found = cells(given.runs)
     results = HERE / "results"
     results.mkdir(exist_ok=True)
