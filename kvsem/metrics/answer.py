@@ -18,21 +18,16 @@ _ASCII_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class AnswerMetric:
-    """Token F1 of the arm's greedy text, and the likelihood of the reference answer.
+    """Token F1 of the arm's greedy text.
 
     ``quality/f1``: the best F1 against a reference answer; ``quality/f1_exact_arm``: F1 against
-    exact's text, 1 where the texts are equal; ``quality/answer_nll_nats``: per token of the first
-    reference answer, as observed. F1 as in LongBench (arXiv 2308.14508): lower case, punctuation
-    and articles removed, tokens by white space, overlap counted with multiplicity; Chinese and
-    Japanese by character, where LongBench segments with jieba.
+    exact's text, 1 where the texts are equal. F1 as in LongBench (arXiv 2308.14508): lower case,
+    punctuation and articles removed, tokens by white space, overlap counted with multiplicity;
+    Chinese and Japanese by character, where LongBench segments with jieba.
     """
 
     def __init__(self) -> None:
-        self.higher_is_better = {
-            "quality/f1": True,
-            "quality/f1_exact_arm": True,
-            "quality/answer_nll_nats": False,
-        }
+        self.higher_is_better = {"quality/f1": True, "quality/f1_exact_arm": True}
 
     def compare(self, exact: Observation, arm: Observation) -> dict[str, float]:
         values: dict[str, float] = {}
@@ -41,8 +36,6 @@ class AnswerMetric:
             values["quality/f1_exact_arm"] = 1.0 if same else token_f1(arm.text, exact.text)
         if arm.text is not None and arm.answers:
             values["quality/f1"] = max(token_f1(arm.text, answer) for answer in arm.answers)
-        if arm.answer_nll_nats is not None:
-            values["quality/answer_nll_nats"] = arm.answer_nll_nats
         return values
 
 

@@ -4,8 +4,8 @@ from kvsem.metrics.base import Observation
 
 
 class LikelihoodMetric:
-    """``quality/answer_nll_nats``: of the first reference answer, per token, as observed. It is in
-    `AnswerMetric` too, which needs the arm's text beside it; without one nothing is decoded."""
+    """``quality/answer_nll_nats``: negative log likelihood of the first reference answer, mean over
+    its tokens; left out where there is none."""
 
     needs_text = False
 

@@ -28,7 +28,13 @@ from kvsem.recompute.zero_kv import ZeroKV
 from kvsem.types import Request
 from tests.tiny import SYSTEM, prose, tiny_engine, tiny_tokenizer
 
-METRICS = (DivergenceMetric(), GreedyMetric(), AnswerMetric(), KvErrorMetric())
+METRICS = (
+    DivergenceMetric(),
+    GreedyMetric(),
+    AnswerMetric(),
+    LikelihoodMetric(),
+    KvErrorMetric(),
+)
 TOKENS = ("prefix", "chunk", "semantic", "recomputed", "new")
 
 

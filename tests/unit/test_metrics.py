@@ -14,6 +14,7 @@ from kvsem.metrics.base import Observation
 from kvsem.metrics.divergence import DivergenceMetric
 from kvsem.metrics.greedy import GreedyMetric
 from kvsem.metrics.kv_error import KvErrorMetric, per_layer
+from kvsem.metrics.likelihood import LikelihoodMetric
 
 STEPS, VOCAB = 5, 97
 
@@ -176,8 +177,8 @@ def test_answers_take_the_best_reference() -> None:
     assert AnswerMetric().compare(exact, arm) == {
         "quality/f1_exact_arm": pytest.approx(2 / 3),
         "quality/f1": pytest.approx(2 / 3),
-        "quality/answer_nll_nats": 1.5,
     }
+    assert LikelihoodMetric().compare(exact, arm) == {"quality/answer_nll_nats": 1.5}
 
 
 def test_what_is_not_known_is_left_out() -> None:
@@ -185,6 +186,9 @@ def test_what_is_not_known_is_left_out() -> None:
     exact = dataclasses.replace(arm, text="!")
     assert AnswerMetric().compare(arm, arm) == {"quality/f1_exact_arm": 1.0}
     assert AnswerMetric().compare(exact, arm) == {"quality/f1_exact_arm": 0.0}
+    assert LikelihoodMetric().compare(exact, arm) == {}
+    untold = dataclasses.replace(observation(), text=None, answers=("dog",))
+    assert AnswerMetric().compare(exact, untold) == {}
 
 
 # --- KV ---
