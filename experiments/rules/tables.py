@@ -103,7 +103,7 @@ def table(ratio: str, at: dict[str, Any]) -> str:
 
 def overview(key: str) -> str:
     """Means of ``key``: a row for each data set and ratio, a column for each rule."""
-    files = sorted((HERE / "results").glob("*.json"))
+    files = [f for f in sorted((HERE / "results").glob("*.json")) if "parts" not in f.stem]
     found = {f.stem: json.loads(f.read_text()).get("cells", {}) for f in files}
     lines = ["| | " + " | ".join(f"`{rule}`" for rule in RULES) + " |", "|---" * 11 + "|"]
     for name, ratios in found.items():
