@@ -429,22 +429,17 @@ class LM:
         return self.prefill_many([Job(ids, kv, select)])[0]
 
     @torch.no_grad()
-    def prefill_many(
-        self, jobs: Sequence[Job | tuple[np.ndarray, KV, Select]]
-    ) -> list[tuple[torch.Tensor, np.ndarray]]:
+    def prefill_many(self, jobs: Sequence[Job]) -> list[tuple[torch.Tensor, np.ndarray]]:
         """`prefill` of several prompts in one forward: their rows share every linear layer, each
         attends over its own ``kv``; one result per job. Prompts of a padded batch: `batch.unpad`.
         """
-        return self._prefill_all([Job(*job) for job in jobs])
-
-    def _prefill_all(self, jobs: Sequence[Job]) -> list[tuple[torch.Tensor, np.ndarray]]:
         if not jobs:
             return []
         for job in jobs:
             self._check_prompt_ids(job.ids)
             self._check_length(len(job.ids), job.kv, self.resumes)
         if len(jobs) > 1 and not self._together([len(job.ids) for job in jobs]):
-            return [self._prefill_all([job])[0] for job in jobs]
+            return [self.prefill_many([job])[0] for job in jobs]
         sets = [_chosen(job.select, 0, len(job.ids)) for job in jobs]
         if self.hooked:
             return [self._resume_selected(jobs[0].ids, jobs[0].kv, sets[0])]

@@ -46,7 +46,6 @@ class Observer:
         else:
             logits = self._follow(continuation, done)
             greedy, decode_ms = tuple(_agreed(logits, continuation)), float("nan")
-            done.kv.truncate_to(n + len(greedy) - 1)
             if self.decodes:
                 greedy, decode_ms = self._decode(greedy, done)
             done.kv.truncate_to(n)

@@ -124,17 +124,13 @@ class Repair:
         ran[:, rows] = True
         self.multiplications += self.lm.multiplications(ran)
 
-    def _pass(self, job: Job) -> np.ndarray:
-        """A forward ahead of the last one, for what the question looks at in it: what ran."""
-        watch = Watch(self.question)
+    def _sweep(self, sweep: int) -> None:
+        """A pass ahead of the last one, and what the question looks at in it."""
+        self.state.sweep, watch = sweep, Watch(self.question)
+        job, _ = self._job()
         _, computed = self.lm.prefill_many([job._replace(watch=watch)])[0]
         self.state.question_attention = torch.stack(watch.seen).cpu()
         self.multiplications += self.lm.multiplications(computed)
-        return computed
-
-    def _sweep(self, sweep: int) -> None:
-        self.state.sweep = sweep
-        computed = self._pass(self._job()[0])
         self.layer_tokens += int((computed & self.state.matched.numpy()).sum())
         last = torch.from_numpy(computed[-1]) & self.state.matched
         self.state.repaired = last if self.state.repaired is None else self.state.repaired | last
@@ -176,10 +172,7 @@ class Repair:
         device, n = self.lm.device, self.state.n_tokens
         sources, targets = spread.sources.to(device), spread.targets.to(device)
         weights = spread.weights.to(device)
-        back, there = (
-            self.lm.angles(spread.sources.tolist()),
-            self.lm.angles(spread.targets.tolist()),
-        )
+        back, there = (self.lm.angles(at.tolist()) for at in (spread.sources, spread.targets))
         before = [
             tuple(t[0].index_select(1, sources).float() for t in self.kv.read(layer, n))
             for layer in range(self.lm.n_layers)

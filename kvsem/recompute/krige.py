@@ -6,8 +6,8 @@ from kvsem.errors import check_range
 from kvsem.recompute.base import Needs, Spread, State
 
 # Covariance of the key deviations of two reused tokens, as a share of their variance: what two
-# tokens of a prompt, of a chunk, and of a neighbourhood have in common. Rounded from MuSiQue
-# (experiments/rules/field.py).
+# tokens of a prompt, of a chunk, and of a neighbourhood have in common. Between what
+# experiments/rules/field.py finds on MuSiQue behind the system prompt and in company.
 PROMPT, CHUNK = 0.1, 0.1
 NEAR, FAR = (0.2, 8.0), (0.25, 100.0)  # share, tokens
 OWN = 0.35  # what a token shares with no other
@@ -22,8 +22,8 @@ class KrigeRecompute:
     is not recomputed, before anything attends over it, so that the samples of the next layer are
     taken over corrected KV. Weights are those of simple kriging (the best linear predictor of a
     field with the covariance above; Matheron 1963), keys are compared as they would be at
-    position 0. Heads are no samples: they are off by more, and by other things, than what follows.
-    The choice needs neither a pass of the question nor layers in full.
+    position 0. Heads are no samples: what a chunk's beginning is off by is not carried over. The
+    choice needs neither a pass of the question nor layers in full.
     """
 
     needs = Needs()

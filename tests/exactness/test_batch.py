@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from kvsem.batch import Packed, unpad
 from kvsem.engine import Engine
 from kvsem.errors import DataError, KvsemError, ModelError
-from kvsem.forward import KV, Forward, KVBuffer, Select
+from kvsem.forward import Forward, Job, KVBuffer, Select
 from kvsem.lm import CACHE, LM
 from kvsem.memory.memory import MemorySettings
 from kvsem.memory.pool import PoolFullError
@@ -64,16 +64,16 @@ def resume(n: int, start: int) -> Select:
     return lambda _: rest
 
 
-def mixed(lm: LM) -> list[tuple[np.ndarray, KVBuffer, Select]]:
+def mixed(lm: LM) -> list[Job]:
     """Cold, one token, sets that shrink, behind a prefix, and a set that never changes."""
     ids = [tokens(n, seed=n) for n in LENGTHS]
     behind = exact(lm, ids[3])[0]
     return [
-        (ids[0], lm.buffer(LENGTHS[0]), lambda _: every(LENGTHS[0])),
-        (ids[1], lm.buffer(LENGTHS[1]), lambda _: every(1)),
-        (ids[2], noise(lm, ids[2], 2), shrinking(LENGTHS[2], 5)),
-        (ids[3], behind, resume(LENGTHS[3], 7)),
-        (ids[4], noise(lm, ids[4], 4), shrinking(LENGTHS[4], 6)),
+        Job(ids[0], lm.buffer(LENGTHS[0]), lambda _: every(LENGTHS[0])),
+        Job(ids[1], lm.buffer(LENGTHS[1]), lambda _: every(1)),
+        Job(ids[2], noise(lm, ids[2], 2), shrinking(LENGTHS[2], 5)),
+        Job(ids[3], behind, resume(LENGTHS[3], 7)),
+        Job(ids[4], noise(lm, ids[4], 4), shrinking(LENGTHS[4], 6)),
     ]
 
 
@@ -87,7 +87,7 @@ def test_each_is_what_it_is_alone(lm: LM) -> None:
     results = lm.prefill_many(together)
     assert len({int(computed[0].sum()) for _, computed in results}) > 2
     for job, apart, (logits, computed) in zip(together, alone, results, strict=True):
-        want, ran = lm.prefill(*apart)
+        want, ran = lm.prefill(*apart[:3])
         assert (logits - want).abs().max() <= 1e-4
         assert (computed == ran).all()
         assert job[1].length == len(job[0])
@@ -101,7 +101,9 @@ def test_nobody_sees_another_prompt(lm: LM, order: Sequence[int]) -> None:
     want = lm.prefill_many([jobs[2], jobs[0]])[0][0]
     jobs = [mixed(lm)[i] for i in order]
     at = order.index(2)
-    for i, (_, kv, _) in enumerate(jobs):
+    for i, job in enumerate(jobs):
+        kv = job.kv
+        assert isinstance(kv, KVBuffer)
         if i != at and kv.length:
             for tensor in (*kv.keys, *kv.values):
                 tensor += 100.0
@@ -117,27 +119,25 @@ def test_one_that_is_refused_changes_none(llama: LM, at: int) -> None:
     """A set that grows with depth, in either place: no length changes and no hook is left."""
     n = LENGTHS[2]
     growing: Select = lambda layer: only(n, [3] if layer < 2 else [3, 4])  # noqa: E731
-    jobs: list[tuple[np.ndarray, KV, Select]] = [
-        (tokens(n), noise(llama, tokens(n), 1), growing),
-        (tokens(9), llama.buffer(9), lambda _: every(9)),
+    jobs = [
+        Job(tokens(n), noise(llama, tokens(n), 1), growing),
+        Job(tokens(9), llama.buffer(9), lambda _: every(9)),
     ]
     with pytest.raises(KvsemError, match="layer before left out"):
         llama.prefill_many([jobs[at], jobs[1 - at]])
-    assert jobs[1][1].length == 0
+    assert jobs[1].kv.length == 0
     assert llama.prefill_many(jobs[1:])[0][0].isfinite().all()
 
 
 def test_what_cannot_be_a_batch_is_refused(llama: LM) -> None:
     kv, ids = llama.buffer(9), tokens(9)
     with pytest.raises(KvsemError, match="cannot share one KV"):
-        llama.prefill_many([(ids, kv, lambda _: every(9))] * 2)
+        llama.prefill_many([Job(ids, kv, lambda _: every(9))] * 2)
     for wrong in (ids[None], np.stack([ids, ids]), ids[:0]):
         with pytest.raises(ModelError, match=r"kvsem\.batch\.unpad"):
             llama.prefill(wrong, kv, lambda _: every(9))
     with pytest.raises(KvsemError, match="9 tokens do not fit a buffer of 8"):
-        llama.prefill_many(
-            [(ids, kv, lambda _: every(9)), (ids, llama.buffer(8), lambda _: every(9))]
-        )
+        llama.prefill_many([Job(ids, each, lambda _: every(9)) for each in (kv, llama.buffer(8))])
 
 
 def test_keys_that_change_behind_the_cache_are_noticed(llama: LM) -> None:
@@ -283,7 +283,7 @@ def test_kv_of_a_padded_batch_is_that_of_unpadded_prompts(lm: LM, plain: Any, si
     prompts = unpad(ids, mask)
     assert [prompt.tolist() for prompt in prompts] == PROMPTS
     kvs = [lm.buffer(len(prompt)) for prompt in prompts]
-    jobs = [(p, kv, resume(len(p), 0)) for p, kv in zip(prompts, kvs, strict=True)]
+    jobs = [Job(p, kv, resume(len(p), 0)) for p, kv in zip(prompts, kvs, strict=True)]
     results = lm.prefill_many(jobs)
     for prompt, kv, (logits, _) in zip(prompts, kvs, results, strict=True):
         assert (logits - plain_logits(plain, prompt)[-1]).abs().max() <= 1e-4
@@ -388,7 +388,7 @@ def test_every_hit_length_gives_one_answer(lm: LM, plain: Any) -> None:
             tensor[:, :, hit:] = 7.0
         kv.length = hit
         jobs.append((ids, kv, resume(n, hit)))
-    for got, _ in lm.prefill_many([(ids, copy_of(kv), select) for ids, kv, select in jobs]):
+    for got, _ in lm.prefill_many([Job(ids, copy_of(kv), select) for ids, kv, select in jobs]):
         assert (got - logits).abs().max() <= 1e-4
     for _, kv, select in jobs:
         got, _ = lm.prefill(ids, kv, select)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from transformers import DynamicCache, PreTrainedTokenizerFast
 from kvsem import rope
 from kvsem.aligners.edit import EditAligner
 from kvsem.errors import ModelError
-from kvsem.forward import KVBuffer
+from kvsem.forward import Job, KVBuffer
 from kvsem.lm import CACHE, LM
 from kvsem.memory.gather import gather
 from kvsem.prompt import render
@@ -454,7 +455,7 @@ def test_short_and_long_prompts_do_not_share_a_forward(name: str) -> None:
     prompts = [tokens(n + 1, seed=n) for n in lengths]
     kvs = [lm.buffer(n + 1) for n in lengths]
     jobs = [
-        (ids[:-1], kv, lambda _, n=n: every(n))
+        Job(ids[:-1], kv, partial(lambda n, _: every(n), n))
         for ids, kv, n in zip(prompts, kvs, lengths, strict=True)
     ]
     for ids, (logits, _) in zip(prompts, lm.prefill_many(jobs), strict=True):
