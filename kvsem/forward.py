@@ -24,6 +24,7 @@ MAX_GROUPS = 16
 
 Rows = slice | torch.Tensor  # token positions: a stretch, or int64 on the CPU, ascending
 Select = Callable[[int], torch.Tensor]  # layer -> bool [n_tokens] on the CPU
+Arrived = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
 class KV(Protocol):
@@ -60,14 +61,14 @@ class Watch:
 class Job(NamedTuple):
     """A prompt to prefill: ``ids`` int64 ``[n]``, its KV, and what is computed of it.
 
-    ``written(layer)`` is called when the K and V of a layer's rows are in ``kv``, before anything
-    attends over them.
+    ``arrived(layer, keys, values)`` is called with the K and V of a layer's rows, ``[1, kv_heads,
+    rows, head_dim]``, just before they take their place in ``kv``, which it may change.
     """
 
     ids: np.ndarray
     kv: KV
     select: Select
-    written: Callable[[int], None] | None = None
+    arrived: Arrived | None = None
     watch: Watch | None = None
 
 
@@ -205,7 +206,7 @@ class Forward:
     device: torch.device
     kv: KV | None = None  # None: K and V are handed through, none are kept
     probing: bool = False
-    written: Callable[[int], None] | None = None
+    arrived: Arrived | None = None
     watch: Watch | None = None
     layer: int = 0
     shapes: dict[int, LayerShape] = field(default_factory=dict)
@@ -240,10 +241,10 @@ class Forward:
                 f"layer {self.layer} computed {k.shape[-2]} tokens, asked for {len(self.at)}"
             )
         assert self.kv is not None
+        if self.arrived is not None:
+            self.arrived(self.layer, k, v)
         self.kv.write(self.layer, self._written, k, v)
         self.computed[self.layer, self.at.numpy()] = True
-        if self.written is not None:
-            self.written(self.layer)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values that the rows attend over, ``[1, kv_heads, n_keys, head_dim]``."""

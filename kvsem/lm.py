@@ -449,7 +449,7 @@ class LM:
                     len(job.ids),
                     keep.nonzero()[:, 0],
                     kv=job.kv,
-                    written=job.written,
+                    arrived=job.arrived,
                     watch=job.watch,
                 )
                 for job, keep in zip(jobs, sets, strict=True)

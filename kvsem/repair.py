@@ -10,7 +10,7 @@ import torch
 
 from kvsem import rope
 from kvsem.errors import KvsemError, SettingError
-from kvsem.forward import KV, Job, Watch
+from kvsem.forward import KV, Arrived, Job, Watch
 from kvsem.lm import LM
 from kvsem.recompute.base import Adjusts, Needs, Recompute, Spread, Spreads, State
 from kvsem.types import Provenance, ReusePlan
@@ -109,7 +109,7 @@ class Repair:
             self.ids,
             self.kv,
             lambda layer: first if layer == 0 else select(layer),
-            self._written(spread) if spread is not None and len(spread.targets) else None,
+            self._carry(spread, lambda: whole) if spread is not None else None,
             watch,
         )
         return job, int(first.sum())
@@ -167,35 +167,49 @@ class Repair:
             keys, values = (t[0].clone() for t in self.kv.read(layer, self.state.n_tokens))
             self.state.reused[layer] = keys, values
 
-    def _written(self, spread: Spread) -> Callable[[int], None]:
-        """What `Spread` asks for, as soon as a layer's rows are written."""
-        device, n = self.lm.device, self.state.n_tokens
-        sources, targets = spread.sources.to(device), spread.targets.to(device)
-        weights = spread.weights.to(device)
-        back, there = (self.lm.angles(at.tolist()) for at in (spread.sources, spread.targets))
-        before = [
-            tuple(t[0].index_select(1, sources).float() for t in self.kv.read(layer, n))
-            for layer in range(self.lm.n_layers)
-        ]
-        width = sum(s.kv_heads * (s.key_dim + s.value_dim) for s in self.lm.shapes)
-        self.multiplications += weights.numel() * width
+    def _carry(self, spread: Spread, rows: Callable[[], torch.Tensor]) -> Arrived:
+        """What `Spread` asks for, whenever K and V of a layer's ``rows`` arrive."""
+        span, sources = spread.span, spread.sources
+        back, there = (
+            self.lm.angles(at) for at in (sources.tolist(), [*range(*span.indices(span.stop))])
+        )
+        self.multiplications += spread.per_column * sum(
+            s.kv_heads * (s.key_dim + s.value_dim) for s in self.lm.shapes
+        )
+        spread = spread.to(self.lm.device)
 
-        def written(layer: int) -> None:
-            if self.state.previous is not None and not self.state.previous[spread.sources].all():
+        def arrived(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+            present = rows()
+            if not bool(present[sources].all()):
                 raise KvsemError(f"a source of the spread is not recomputed at layer {layer}")
+            at = (present.cumsum(0) - 1)[sources].to(self.lm.device)
             kind, pairs = self.lm.layer_types[layer], self.lm.pairs[layer]
-            read = [t[0] for t in self.kv.read(layer, n)]
-            keys, values = (
-                t.index_select(1, sources).float() - old
-                for t, old in zip(read, before[layer], strict=True)
+            reused = [t[0] for t in self.kv.read(layer, self.state.n_tokens)]
+            off_keys, off_values = (
+                fresh[0].index_select(1, at).float() - old.index_select(1, spread.sources).float()
+                for fresh, old in zip((keys, values), reused, strict=True)
             )
             cos, sin = back[kind]
-            keys = weights @ rope.shift(keys, cos, -sin, pairs)
-            moved = rope.shift(keys, *there[kind], pairs), weights @ values
-            new = (
-                (t.index_select(1, targets) + by).to(t.dtype)[None]
-                for t, by in zip(read, moved, strict=True)
+            off_keys = rope.shift(off_keys, cos, -sin, pairs)
+            carried = spread.carry(_flat(off_keys), _flat(off_values))
+            by_keys, by_values = (
+                _by_head(t, len(old)) for t, old in zip(carried, reused, strict=True)
             )
-            self.kv.write(layer, spread.targets, *new)
+            by = rope.shift(by_keys, *there[kind], pairs), by_values
+            new = (
+                (old[:, span] + more).to(old.dtype)[None]
+                for old, more in zip(reused, by, strict=True)
+            )
+            self.kv.write(layer, span, *new)
 
-        return written
+        return arrived
+
+
+def _flat(heads: torch.Tensor) -> torch.Tensor:
+    """``[kv_heads, tokens, dim]`` → ``[tokens, kv_heads x dim]``."""
+    return heads.transpose(0, 1).flatten(1)
+
+
+def _by_head(flat: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """The other way round."""
+    return flat.view(len(flat), kv_heads, -1).transpose(0, 1)

@@ -1,7 +1,7 @@
 """A recompute rule says which reused tokens are computed afresh, layer by layer."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -81,14 +81,30 @@ class State:
         return chosen
 
 
-class Spread(NamedTuple):
-    """Carry the deviation of recomputed tokens over to reused ones: at every layer, token
-    ``targets[i]`` gets ``sum_j weights[i, j] * (fresh - reused) of sources[j]``, of keys as they
-    would be at position 0. ``weights``: fp32 ``[targets, sources]``."""
+class Spread(Protocol):
+    """Carries the deviation (fresh - reused) of recomputed tokens over to reused ones, at every
+    layer, of keys as they would be at position 0.
 
-    sources: torch.Tensor  # int64, tokens that are recomputed at every layer
-    targets: torch.Tensor  # int64, matched tokens that are recomputed at none
-    weights: torch.Tensor
+    ``sources``: int64 ``[sources]``, ascending, tokens that are recomputed at every layer.
+    ``span``: the tokens from the first to the last that may change.
+    ``per_column``: multiplications of `carry` for each column of K and of V.
+    """
+
+    @property
+    def sources(self) -> torch.Tensor: ...
+    @property
+    def span(self) -> slice: ...
+    @property
+    def per_column(self) -> int: ...
+
+    def to(self, device: torch.device) -> "Spread":
+        """Where `carry` is to be computed."""
+        ...
+
+    def carry(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Deviations of a layer's K and V, fp32 ``[sources, width]`` each (all KV heads) →
+        ``[span, width]`` each, what is added; zero for tokens that are recomputed or new."""
+        ...
 
 
 class Recompute(Protocol):

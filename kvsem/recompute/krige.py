@@ -1,16 +1,22 @@
 """Kriging: recompute a few tokens, and carry what they tell over to all the others."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+
 import torch
 
 from kvsem.errors import check_range
-from kvsem.recompute.base import Needs, Spread, State
+from kvsem.recompute.base import Needs, State
 
-# Covariance of the key deviations of two reused tokens, as a share of their variance: what two
-# tokens of a prompt, of a chunk, and of a neighbourhood have in common. Between what
-# experiments/rules/field.py finds on MuSiQue behind the system prompt and in company.
-PROMPT, CHUNK = 0.1, 0.1
+# Covariance of the deviations of two reused tokens of a chunk, as a share of a token's variance:
+# what a chunk and what a neighbourhood have in common. Between what experiments/rules/field.py
+# finds on MuSiQue behind the system prompt and in company.
+CHUNK = 0.1
 NEAR, FAR = (0.2, 8.0), (0.25, 100.0)  # share, tokens
 OWN = 0.35  # what a token shares with no other
+OWN_HEAD = 4.0  # the same of a chunk's first tokens, whose deviations are larger and their own
+BLOCK = 256  # tokens that are interpolated at a time
 
 
 class KrigeRecompute:
@@ -18,17 +24,19 @@ class KrigeRecompute:
 
     Of round(ratio x matched) recomputed tokens the share ``heads`` are the first ones of each
     chunk, evenly over chunks, as in EPIC; the others stand evenly spaced. At each layer the
-    difference between fresh and reused KV of the spaced ones is carried over to every token that
-    is not recomputed, before anything attends over it, so that the samples of the next layer are
-    taken over corrected KV. Weights are those of simple kriging (the best linear predictor of a
-    field with the covariance above; Matheron 1963), keys are compared as they would be at
-    position 0. Heads are no samples: what a chunk's beginning is off by is not carried over. The
-    choice needs neither a pass of the question nor layers in full.
+    difference between fresh and reused KV of all of them is carried over to every token that is
+    not recomputed, before anything attends over it, so that the next layer's differences are
+    taken over corrected KV; keys are compared as they would be at position 0. The weights are
+    those of kriging (the best linear predictor of a field with the covariance above; Matheron
+    1963) within each chunk, around a mean of the whole prompt. How much the prompt has in common
+    depends on where the donors were computed and on the layer, so it is estimated anew for K and
+    for V of each layer, from the samples. Heads count for little, but they count. The choice
+    needs neither a pass of the question nor layers in full.
     """
 
     needs = Needs()
 
-    def __init__(self, ratio: float = 0.1, heads: float = 0.5) -> None:
+    def __init__(self, ratio: float = 0.1, heads: float = 0.65) -> None:
         check_range("recompute.ratio", ratio, 0.0, 1.0)
         check_range("recompute.heads", heads, 0.0, 1.0)
         self.ratio, self.heads = ratio, heads
@@ -54,23 +62,104 @@ class KrigeRecompute:
         chosen[at[(2 * torch.arange(n) + 1) * len(at) // (2 * max(1, n))]] = True
         return chosen
 
-    def spread(self, state: State) -> Spread | None:
-        assert state.previous is not None
-        sources = self._samples(state, self._heads(state)).nonzero()[:, 0]
-        targets = (state.matched & ~state.previous).nonzero()[:, 0]
-        if not len(sources):
+    def spread(self, state: State) -> Kriging | None:
+        heads = self._heads(state)
+        samples = self._samples(state, heads)
+        reused = (state.matched & ~heads & ~samples).nonzero()[:, 0]
+        if not len(reused) or not bool(samples.any()):
             return None
-        chunk = torch.full((state.n_tokens,), -1)
-        for i, (start, end) in enumerate(state.chunks):
-            chunk[start:end] = i
-        among = _covariance(sources, sources, chunk)
-        among.diagonal().add_(OWN)
-        weights = torch.linalg.solve(among, _covariance(sources, targets, chunk)).T
-        return Spread(sources, targets, weights.float().contiguous())
+        return Kriging.of(heads, samples, slice(int(reused[0]), int(reused[-1]) + 1), state)
 
 
-def _covariance(a: torch.Tensor, b: torch.Tensor, chunk: torch.Tensor) -> torch.Tensor:
-    """fp64 ``[a, b]``, without what a token shares with no other."""
+@dataclass(frozen=True)
+class Kriging:
+    """Recomputed tokens tell reused ones what they are off by (`kvsem.recompute.base.Spread`).
+
+    Block by block, of at most `BLOCK` tokens of one chunk: ``weights`` fp32 ``[blocks, tokens,
+    sources of the chunk + 1]``, padded with zeros, the last for the prompt's mean; ``pick`` says
+    which deviation each stands for, ``place`` where each token of ``span`` is found. ``mean``:
+    fp32 ``[sources]``, the mean's weights, up to a factor. ``samples``: fp32 ``[chunks, sources]``,
+    1 where the source is a sample of the chunk.
+    """
+
+    sources: torch.Tensor
+    span: slice
+    weights: torch.Tensor
+    pick: torch.Tensor
+    place: torch.Tensor
+    mean: torch.Tensor
+    samples: torch.Tensor
+
+    @classmethod
+    def of(cls, heads: torch.Tensor, samples: torch.Tensor, span: slice, state: State) -> Kriging:
+        chosen = heads | samples
+        sources = chosen.nonzero()[:, 0]
+        reused = state.matched & ~chosen
+        mean, sampled = torch.zeros(len(sources)), torch.zeros(len(state.chunks), len(sources))
+        blocks = []  # (tokens, which of the sources, weights of tokens over sources and mean)
+        for row, (start, end) in zip(sampled, state.chunks, strict=True):
+            own = ((sources >= start) & (sources < end)).nonzero()[:, 0]
+            at = sources[own]
+            among = _covariance(at, at)
+            among.diagonal().add_(torch.where(heads[at], OWN_HEAD, OWN))
+            for tokens in torch.split(torch.arange(start, end)[reused[start:end]], BLOCK):
+                towards = _covariance(at, tokens)
+                weights = torch.linalg.solve(among, towards)
+                left = 1 - weights.sum(0, keepdim=True)
+                blocks.append((tokens, own, torch.cat([weights, left]).T.float()))
+            mean[own] = torch.linalg.solve(among, torch.ones_like(at, dtype=torch.float64)).float()
+            row[own] = samples[at].float()
+        return cls(sources, span, *_padded(blocks, span, len(sources)), mean, sampled)
+
+    def to(self, device: torch.device) -> Kriging:
+        tensors = (self.weights, self.pick, self.place, self.mean, self.samples)
+        there = (tensor.to(device) for tensor in tensors)
+        return Kriging(self.sources.to(device), self.span, *there)
+
+    @property
+    def per_column(self) -> int:
+        return self.weights.numel() + self.samples.numel() + len(self.mean)
+
+    def carry(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        known = torch.cat([keys, values], dim=1)
+        mean = torch.cat([self._mean(keys), self._mean(values)])
+        picked = torch.cat([known, mean[None]])[self.pick]
+        carried = torch.bmm(self.weights, picked.view(len(self.weights), -1, len(mean)))
+        carried = carried.flatten(0, 1)[self.place]
+        return carried[:, : keys.shape[1]], carried[:, keys.shape[1] :]
+
+    def _mean(self, deviations: torch.Tensor) -> torch.Tensor:
+        """The prompt's, nearer to zero the less its chunks agree: ``common`` is the mean product
+        of samples of two chunks as a share of their mean square."""
+        sums, sizes = self.samples @ deviations, self.samples.sum(1)
+        pairs = sizes.sum() ** 2 - sizes.square().sum()
+        across = (sums.sum(0).square().sum() - sums.square().sum()) / pairs.clamp_min(1)
+        square = (self.samples.sum(0) @ deviations.square()).sum() / sizes.sum()
+        common = (across / square.clamp_min(torch.finfo(square.dtype).tiny)).clamp(0, 1)
+        return common / (1 + common * self.mean.sum()) * (self.mean @ deviations)
+
+
+def _padded(
+    blocks: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], span: slice, n_sources: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`Kriging`'s weights, pick and place. The row behind a block's last token is all zero."""
+    height = max(len(tokens) for tokens, *_ in blocks) + 1
+    width = max(len(own) for _, own, _ in blocks) + 1
+    weights = torch.zeros(len(blocks), height, width)
+    pick = torch.full((len(blocks), width), n_sources)
+    place = torch.full((span.stop - span.start,), height - 1)
+    for i, (tokens, own, of_block) in enumerate(blocks):
+        weights[i, : len(tokens), : len(own)] = of_block[:, :-1]
+        weights[i, : len(tokens), -1] = of_block[:, -1]
+        pick[i, : len(own)] = own
+        place[tokens - span.start] = i * height + torch.arange(len(tokens))
+    return weights, pick.flatten(), place
+
+
+def _covariance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """fp64 ``[a, b]``, of tokens of one chunk, without what a token shares with no other."""
     distance = (a[:, None] - b[None]).abs().double()
-    within = CHUNK + sum(share * torch.exp(-distance / reach) for share, reach in (NEAR, FAR))
-    return PROMPT + within * (chunk[a][:, None] == chunk[b][None])
+    within = torch.full_like(distance, CHUNK)
+    for share, reach in (NEAR, FAR):
+        within += share * torch.exp(-distance / reach)
+    return within

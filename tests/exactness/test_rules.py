@@ -207,14 +207,22 @@ class _OneTellsAnother:
 
     def tokens(self, layer: int, state: State) -> torch.Tensor:
         chosen = state.nothing()
-        chosen[self.source] = True
+        chosen[70] = True
         return chosen
 
     def spread(self, state: State) -> Spread:
-        weights = torch.full((1, 1), 2.0)
-        return Spread(torch.tensor([self.source]), torch.tensor([self.target]), weights)
+        return _Twice()
 
-    source, target = 70, 84
+
+class _Twice:
+    sources, span, per_column = torch.tensor([70]), slice(83, 86), 1
+
+    def to(self, device: torch.device) -> Spread:
+        return self
+
+    def carry(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        middle = torch.tensor([[0.0], [2.0], [0.0]])
+        return middle * keys, middle * values
 
 
 def turned(vector: torch.Tensor, positions: int, theta: float = 10000.0) -> torch.Tensor:
@@ -230,7 +238,7 @@ def test_spread_is_what_it_says(llama: LM) -> None:
     made = _OneTellsAnother()
     plain = engine(llama, NoRecompute(), "behind_system").prefill(REQUEST)
     done = engine(llama, made, "behind_system").prefill(REQUEST)
-    n, s, t = done.plan.n_tokens, made.source, made.target
+    n, s, t = done.plan.n_tokens, 70, 84
     assert done.plan.matched[[s, t]].all()
     assert not done.computed[:, t].any()
     for layer in range(llama.n_layers):

@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hydra.utils import instantiate
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from kvsem.errors import SettingError
+from kvsem.recompute import krige
 from kvsem.recompute.all import AllRecompute
 from kvsem.recompute.base import Adjusts, State
 from kvsem.recompute.cacheblend import CacheBlendRecompute
@@ -235,18 +237,70 @@ def test_kriging_takes_heads_and_evenly_spaced_tokens() -> None:
     """Half of 10 of 25 tokens: first, then second tokens of the three chunks; and samples."""
     rule = KrigeRecompute(0.4, heads=0.5)
     chosen = rule.tokens(0, state())
-    heads = rule._heads(state()).nonzero()[:, 0].tolist()
-    assert heads == [5, 6, 12, 13, 20]
-    samples = [i for i in chosen.nonzero()[:, 0].tolist() if i not in heads]
-    assert samples == [9, 15, 19, 24, 28]
-    given = state(previous=chosen)
+    assert rule._heads(state()).nonzero()[:, 0].tolist() == [5, 6, 12, 13, 20]
+    assert chosen.nonzero()[:, 0].tolist() == [5, 6, 9, 12, 13, 15, 19, 20, 24, 28]
+    spread = rule.spread(state(previous=chosen))
+    assert spread is not None
+    assert spread.sources.tolist() == chosen.nonzero()[:, 0].tolist()
+    assert spread.span == slice(7, 30)
+    assert KrigeRecompute(1.0).tokens(0, state()).equal(state().matched)
+    assert KrigeRecompute(1.0).spread(state()) is None
+    assert KrigeRecompute(0.0).spread(state()) is None
+
+
+@pytest.mark.parametrize("block", [1, 3, 256])
+def test_kriging_is_the_best_linear_predictor(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the dense equations written out: one matrix, with what all chunks have in common."""
+    monkeypatch.setattr(krige, "BLOCK", block)
+    rule = KrigeRecompute(0.4, heads=0.5)
+    given = state([*range(5, 18), *range(20, 30)])
+    chosen, heads = rule.tokens(0, given), rule._heads(given)
     spread = rule.spread(given)
     assert spread is not None
-    assert spread.sources.tolist() == samples
-    assert not chosen[spread.targets].any()
-    assert len(spread.targets) == 15
-    near, far = (spread.targets.tolist().index(i) for i in (8, 29))
-    assert spread.weights[near, 0] > 0.2 > spread.weights[far, 0] > 0
-    assert KrigeRecompute(1.0).tokens(0, state()).equal(state().matched)
-    assert rule.spread(state(previous=state().matched)) is not None
-    assert KrigeRecompute(0.0).spread(state(previous=state().nothing())) is None
+    noise = torch.Generator().manual_seed(0)
+    off = torch.randn(len(spread.sources), 6, generator=noise) + torch.randn(6, generator=noise)
+    carried = spread.carry(off, 3 * off[:, :2])
+    samples = ~heads[spread.sources]
+    chunk = torch.tensor(
+        [next(i for i, (_, end) in enumerate(given.chunks) if t < end) for t in range(30)]
+    )
+
+    def common(x: torch.Tensor) -> float:
+        of = {i: chunk[int(t)] for i, t in enumerate(spread.sources) if samples[i]}
+        across = [float(x[i] @ x[j]) for i in of for j in of if of[i] != of[j]]
+        square = [float(x[i] @ x[i]) for i in of]
+        return max(0.0, float(np.mean(across)) / float(np.mean(square)))
+
+    def covariance(a: int, b: int, p: float) -> float:
+        d = abs(a - b)
+        near = 0.1 + 0.2 * np.exp(-d / 8) + 0.25 * np.exp(-d / 100)
+        own = (4.0 if heads[a] else 0.35) if a == b else 0.0
+        return p + own + (near if chunk[a] == chunk[b] else 0.0)
+
+    for x, found in ((off, carried[0]), (3 * off[:, :2], carried[1])):
+        p, at = common(x), spread.sources.tolist()
+        assert p > 0.05
+        among = np.array([[covariance(a, b, p) for b in at] for a in at])
+        for token in range(*spread.span.indices(spread.span.stop)):
+            want = np.zeros(x.shape[1])
+            if given.matched[token] and not chosen[token]:
+                towards = np.array([covariance(a, token, p) for a in at])
+                want = towards @ np.linalg.solve(among, x.double().numpy())
+            assert np.abs(found[token - spread.span.start].numpy() - want).max() < 1e-4
+    assert not any(t[~(given.matched & ~chosen)[spread.span]].any() for t in carried)
+
+
+def test_kriging_of_one_chunk_and_of_chunks_without_samples() -> None:
+    """What the prompt has in common cannot be told from one chunk; others get the mean."""
+    one = state(range(12, 20))
+    spread = KrigeRecompute(0.5, heads=0.0).spread(one)
+    assert spread is not None
+    known = torch.ones(len(spread.sources), 2)
+    assert 0.3 < float(spread.carry(known, known)[0][0, 0]) < 1
+    few = state()
+    spread = KrigeRecompute(0.08, heads=0.0).spread(few)  # two samples, in three chunks
+    assert spread is not None
+    carried, _ = spread.carry(torch.ones(2, 2), torch.ones(2, 2))
+    assert bool((carried[~few.nothing()[spread.span]] >= 0).all())
+    assert 0 < float(carried[14 - spread.span.start, 0]) < 1
+    assert not torch.isnan(spread.carry(torch.zeros(2, 2), torch.zeros(2, 2))[0]).any()
