@@ -39,6 +39,7 @@ KEYS = (
 )
 SHOWN = KEYS[:5]
 PAIRED = KEYS[:3]
+OWN = "own"  # the ratio of a run in which each arm has one of its own
 OURS = ("krige", "best")  # the rule, and the arm that holds it
 RULES = (
     *("none", "random", "epic", "cacheblend", "kvshare", "prophetkv", "sparsex", "fusionrag"),
@@ -52,14 +53,20 @@ def cells(runs: list[Path]) -> dict[str, Any]:
     for path in runs:
         run = RunDir.open(path)
         ratio = yaml.safe_load((path / "config.yaml").read_text())["recompute_ratio"]
-        known = {arm for _, arm in rows[f"{ratio:g}"]}
+        at = rows[OWN if ratio is None else f"{ratio:g}"]
+        known = {arm for _, arm in at}
         new = ((r["request"], r["arm"], r) for r in run.rows() if r["arm"] not in known)
-        rows[f"{ratio:g}"] |= {(request, arm): row for request, arm, row in new}
-    return {ratio: cell(list(rows[ratio].values())) for ratio in sorted(rows, key=float)}
+        at |= {(request, arm): row for request, arm, row in new}
+    return {ratio: cell(list(rows[ratio].values())) for ratio in sorted(rows)}
+
+
+def share(ratio: str) -> str:
+    return "each its own share" if ratio == OWN else f"{float(ratio):.0%}"
 
 
 def ours(arms: dict[str, Any]) -> str:
-    return next(arm for arm in OURS if arm in arms)
+    """Our arm, where there is one; what the others are compared with."""
+    return next(arm for arm in (*OURS, "none", *arms) if arm in arms)
 
 
 def cell(rows: list[Row]) -> dict[str, Any]:
@@ -86,7 +93,7 @@ def table(ratio: str, at: dict[str, Any]) -> str:
     mine = ours(at["arms"])
     n = at["arms"][mine][KEYS[0]]["n"]
     lines = [
-        f"**{float(ratio):.0%} recomputed**, n = {n}",
+        f"**{share(ratio)} recomputed**, n = {n}",
         "",
         "| arm | KL first | KL 16 | answer NLL | FLOP ratio | TTFT speed-up "
         f"| {mine} − arm, first | {mine} − arm, 16 | PGR (NLL) |",
@@ -108,19 +115,23 @@ def overview(key: str) -> str:
     lines = ["| | " + " | ".join(f"`{rule}`" for rule in RULES) + " |", "|---" * 11 + "|"]
     for name, ratios in found.items():
         for ratio, at in ratios.items():
+            if ratio == OWN:
+                continue
             arms = at["arms"] | {"krige": at["arms"][ours(at["arms"])]}
             means = [arms.get(rule, {}).get(key, {}).get("mean") for rule in RULES]
             least = min(mean for mean in means if mean is not None)
             cells = [
                 "–" if m is None else f"**{m:.3g}**" if m == least else f"{m:.3g}" for m in means
             ]
-            lines.append(f"| {name}, {float(ratio):.0%} | " + " | ".join(cells) + " |")
+            lines.append(f"| {name}, {share(ratio)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def figure(found: dict[str, Any]) -> Figure:
     """Every rule as a line over the ratios: divergence against multiplications and against TTFT."""
-    arms = [a for a in (*OURS, *RULES[:-1]) if any(a in at["arms"] for at in found.values())]
+    ran = dict.fromkeys(arm for at in found.values() for arm in at["arms"])
+    arms = [arm for arm in (*OURS, *RULES[:-1]) if arm in ran]
+    arms += [arm for arm in ran if arm not in (*arms, "exact", "exact_again") and OWN in found]
     drawn = Figure(figsize=(10, 4.8), layout="constrained")
     axes = drawn.subplots(1, 2, sharey=True)
     look = styles(arms)
@@ -141,7 +152,7 @@ def figure(found: dict[str, Any]) -> Figure:
     axes[1].set_xlabel("time to first token, arm ÷ exact")
     axes[1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
     drawn.suptitle(
-        f"each line: {', '.join(f'{float(r):.0%}' for r in found)} of the matched tokens"
+        f"each line: {', '.join(share(r) for r in found)} of the matched tokens"
     )
     return drawn
 

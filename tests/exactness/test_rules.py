@@ -139,7 +139,7 @@ def test_over_exact_kv_nothing_changes(lm: LM, name: str) -> None:
     assert (following[0] - following[1]).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("name", ["oracle_kv", "oracle_attention_kv", "all"])
+@pytest.mark.parametrize("name", [*WITH_RATIO, "all"])
 def test_error_falls_behind_an_exact_prefix(llama: LM, name: str) -> None:
     if name == "all":
         done = engine(llama, rule(name), "behind_system").prefill(REQUEST)
