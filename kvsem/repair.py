@@ -38,9 +38,18 @@ class Repair:
     ) -> Repair:
         """Applies the rule's ``adjust`` to the reused KV."""
         matched = torch.from_numpy(plan.matched)
-        spans = [(c.start, c.end) for c in plan.chunks if bool(matched[c.start : c.end].any())]
-        new = torch.from_numpy(plan.provenance == Provenance.NEW)
-        state = State(len(ids), matched, new, spans, seed, n_layers=lm.n_layers)
+        chunks = [(c.start, c.end) for c in plan.chunks]
+        runs = sorted((r.target, r.target + r.length) for r in plan.runs)
+        state = State(
+            len(ids),
+            matched,
+            torch.from_numpy(plan.provenance == Provenance.NEW),
+            [span for span in chunks if bool(matched[slice(*span)].any())],
+            [span for span in runs if bool(matched[slice(*span)].any())],
+            torch.from_numpy(plan.provenance == Provenance.SEMANTIC),
+            seed,
+            n_layers=lm.n_layers,
+        )
         repair = cls(lm, rule, ids, kv, state)
         if isinstance(rule, Adjusts) and bool(matched.any()):
             repair._adjust(rule)

@@ -39,6 +39,9 @@ class State:
     matched: torch.Tensor  # bool [n_tokens], reused approximately (never exact prefix)
     new: torch.Tensor  # bool [n_tokens], computed in any case
     chunks: list[tuple[int, int]]  # token spans of the matched chunks, in order
+    runs: list[tuple[int, int]] = field(default_factory=list)  # spans that also stood together in
+    # their donor, in order: of an identical chunk one, of a similar one those between its edits
+    similar: torch.Tensor | None = None  # bool [n_tokens], matched in a chunk that is not identical
     seed: int = 0
     n_layers: int = 0
     previous: torch.Tensor | None = None  # what the rule chose at the layer before

@@ -44,31 +44,58 @@ class KrigeRecompute:
     def tokens(self, layer: int, state: State) -> torch.Tensor:
         if state.previous is not None:
             return state.previous
-        heads = self._heads(state)
-        return heads | self._samples(state, heads)
-
-    def _heads(self, state: State) -> torch.Tensor:
-        """The first tokens of each chunk, then the second ones, and so on."""
-        rank = torch.zeros(state.n_tokens)
-        for start, end in state.chunks:
-            rank[start:end] = state.matched[start:end].cumsum(0).float()
-        return state.best(-rank, int(self.heads * state.budget(self.ratio)))
-
-    def _samples(self, state: State, heads: torch.Tensor) -> torch.Tensor:
-        """Evenly spaced among the other matched tokens."""
-        at = (state.matched & ~heads).nonzero()[:, 0]
-        n = min(state.budget(self.ratio) - int(heads.sum()), len(at))
-        chosen = state.nothing()
-        chosen[at[(2 * torch.arange(n) + 1) * len(at) // (2 * max(1, n))]] = True
-        return chosen
+        similar, n = self._similar(state)
+        heads, samples = self._choose(state)
+        return heads | samples | _behind_edits(similar, n, state)
 
     def spread(self, state: State) -> Kriging | None:
-        heads = self._heads(state)
-        samples = self._samples(state, heads)
-        reused = (state.matched & ~heads & ~samples).nonzero()[:, 0]
-        if not len(reused) or not bool(samples.any()):
+        heads, samples = self._choose(state)
+        similar, _ = self._similar(state)
+        reused = state.matched & ~similar & ~heads & ~samples
+        at = reused.nonzero()[:, 0]
+        if not len(at) or not bool(samples.any()):
             return None
-        return Kriging.of(heads, samples, slice(int(reused[0]), int(reused[-1]) + 1), state)
+        span = slice(int(at[0]), int(at[-1]) + 1)
+        return Kriging.of(heads, samples, reused, span, state.chunks)
+
+    def _similar(self, state: State) -> tuple[torch.Tensor, int]:
+        """Tokens of chunks that are not identical, and how many of them are recomputed."""
+        if state.similar is None:
+            return state.nothing(), 0
+        similar = state.matched & state.similar
+        share = int(similar.sum()) / max(1, int(state.matched.sum()))
+        return similar, round(share * state.budget(self.ratio))
+
+    def _choose(self, state: State) -> tuple[torch.Tensor, torch.Tensor]:
+        """Heads and samples of identical chunks."""
+        similar, n_similar = self._similar(state)
+        n, same = state.budget(self.ratio) - n_similar, state.matched & ~similar
+        heads = state.best(-_rank(same, state), int(self.heads * n), same)
+        at = (same & ~heads).nonzero()[:, 0]
+        n = min(n - int(heads.sum()), len(at))
+        samples = state.nothing()
+        samples[at[(2 * torch.arange(n) + 1) * len(at) // (2 * max(1, n))]] = True
+        return heads, samples
+
+
+def _rank(among: torch.Tensor, state: State) -> torch.Tensor:
+    """1 for the first token of each run, 2 for the second, and so on; int64 ``[n_tokens]``."""
+    rank = torch.zeros(state.n_tokens, dtype=torch.long)
+    for start, end in state.runs or state.chunks:
+        rank[start:end] = among[start:end].cumsum(0)
+    return rank
+
+
+def _behind_edits(similar: torch.Tensor, n: int, state: State) -> torch.Tensor:
+    """The first tokens of each run, then the second ones, and so on, ``n`` in all; where not every
+    run has its turn any more, evenly over them."""
+    rank = _rank(similar, state)
+    last = int((rank[similar].bincount().cumsum(0) <= n).sum())  # where not every run has its turn
+    chosen = similar & (rank < last)
+    at = (similar & (rank == last)).nonzero()[:, 0]
+    left = n - int(chosen.sum())
+    chosen[at[torch.arange(left) * len(at) // max(1, left)]] = True
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -91,13 +118,18 @@ class Kriging:
     samples: torch.Tensor
 
     @classmethod
-    def of(cls, heads: torch.Tensor, samples: torch.Tensor, span: slice, state: State) -> Kriging:
-        chosen = heads | samples
-        sources = chosen.nonzero()[:, 0]
-        reused = state.matched & ~chosen
-        mean, sampled = torch.zeros(len(sources)), torch.zeros(len(state.chunks), len(sources))
+    def of(
+        cls,
+        heads: torch.Tensor,
+        samples: torch.Tensor,
+        reused: torch.Tensor,
+        span: slice,
+        chunks: list[tuple[int, int]],
+    ) -> Kriging:
+        sources = (heads | samples).nonzero()[:, 0]
+        mean, sampled = torch.zeros(len(sources)), torch.zeros(len(chunks), len(sources))
         blocks = []  # (tokens, which of the sources, weights of tokens over sources and mean)
-        for row, (start, end) in zip(sampled, state.chunks, strict=True):
+        for row, (start, end) in zip(sampled, chunks, strict=True):
             own = ((sources >= start) & (sources < end)).nonzero()[:, 0]
             at = sources[own]
             among = _covariance(at, at)

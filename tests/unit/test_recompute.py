@@ -237,8 +237,10 @@ def test_kriging_takes_heads_and_evenly_spaced_tokens() -> None:
     """Half of 10 of 25 tokens: first, then second tokens of the three chunks; and samples."""
     rule = KrigeRecompute(0.4, heads=0.5)
     chosen = rule.tokens(0, state())
-    assert rule._heads(state()).nonzero()[:, 0].tolist() == [5, 6, 12, 13, 20]
-    assert chosen.nonzero()[:, 0].tolist() == [5, 6, 9, 12, 13, 15, 19, 20, 24, 28]
+    heads, samples = (t.nonzero()[:, 0].tolist() for t in rule._choose(state()))
+    assert heads == [5, 6, 12, 13, 20]
+    assert samples == [9, 15, 19, 24, 28]
+    assert chosen.nonzero()[:, 0].tolist() == sorted(heads + samples)
     spread = rule.spread(state(previous=chosen))
     assert spread is not None
     assert spread.sources.tolist() == chosen.nonzero()[:, 0].tolist()
@@ -254,7 +256,7 @@ def test_kriging_is_the_best_linear_predictor(block: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(krige, "BLOCK", block)
     rule = KrigeRecompute(0.4, heads=0.5)
     given = state([*range(5, 18), *range(20, 30)])
-    chosen, heads = rule.tokens(0, given), rule._heads(given)
+    chosen, heads = rule.tokens(0, given), rule._choose(given)[0]
     spread = rule.spread(given)
     assert spread is not None
     noise = torch.Generator().manual_seed(0)
@@ -304,3 +306,22 @@ def test_kriging_of_one_chunk_and_of_chunks_without_samples() -> None:
     assert bool((carried[~few.nothing()[spread.span]] >= 0).all())
     assert 0 < float(carried[14 - spread.span.start, 0]) < 1
     assert not torch.isnan(spread.carry(torch.zeros(2, 2), torch.zeros(2, 2))[0]).any()
+
+
+def test_kriging_recomputes_behind_the_edits_of_similar_chunks() -> None:
+    """20 identical tokens and 20 of a similar chunk whose runs begin at 20, 26 and 37."""
+    similar = torch.arange(N) >= 20
+    runs = [(0, 20), (20, 26), (26, 37), (37, 40)]
+    everything = torch.ones(N, dtype=torch.bool)
+    chunks = [(0, 20), (20, 40)]
+    given = State(N, everything, ~everything, chunks, runs, similar)
+    chosen = KrigeRecompute(0.2, heads=0.5).tokens(0, given)
+    assert chosen.nonzero()[:, 0].tolist() == [0, 1, 6, 15, 20, 21, 26, 37]
+    spread = KrigeRecompute(0.2, heads=0.5).spread(given)
+    assert spread is not None
+    assert spread.sources.tolist() == [0, 1, 6, 15]
+    assert spread.span.stop == 20
+    assert KrigeRecompute(1.0).tokens(0, given).all()
+    alone = State(N, similar, ~similar, chunks[1:], runs[1:], similar)
+    assert KrigeRecompute(0.2).spread(alone) is None
+    assert int(KrigeRecompute(0.2).tokens(0, alone).sum()) == 4
