@@ -131,6 +131,8 @@ def _check_arm(name: str, arm: DictConfig) -> None:
     for key in arm.memory:
         if key not in base.memory:
             raise SettingError(f"arm/{name}.yaml: memory.{key!s}", arm.memory[key], MEMORY)
+    if type(arm.substitute) is not bool:
+        raise SettingError(f"arm/{name}.yaml: substitute", arm.substitute, "true or false")
     for kind in arm.drop:
         if kind not in CACHEABLE:
             raise SettingError(f"arm/{name}.yaml: drop", kind, f"kinds of {sorted(CACHEABLE)}")

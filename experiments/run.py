@@ -105,13 +105,14 @@ class Experiment:
             reuse=arm.reuse,
             memory=memory_settings(arm.memory),
             n_candidates=arm.n_candidates,
+            surface_score=arm.surface_score,
             seed=self.cfg.seed,
         )
         settings = {part: describe_part(arm[part]) for part in PARTS}
         settings |= {"reuse": ", ".join(arm.reuse), "admit": admit}
         kept = {key: value for key, value in arm.memory.items() if key != "salt"}
         settings |= {f"memory.{key}": str(value) for key, value in kept.items()}
-        return Arm(name, engine, tuple(arm.drop), settings)
+        return Arm(name, engine, tuple(arm.drop), settings, substitute=arm.substitute)
 
     def _part(self, name: str, cfg: DictConfig | None) -> Any:
         """Parts are made once per configuration: a model is loaded once for all arms."""

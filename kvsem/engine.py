@@ -18,10 +18,13 @@ from kvsem.chunkers.segment import SegmentChunker
 from kvsem.contexts.base import Donor, DonorContext
 from kvsem.contexts.in_company import InCompany
 from kvsem.embedders.base import Embedder
-from kvsem.errors import KvsemError, SettingError
+from kvsem.embedders.hashing import HashingEmbedder
+from kvsem.errors import KvsemError, SettingError, check_range
 from kvsem.fingerprint import of_tenant
 from kvsem.forward import Job
+from kvsem.gates.all_of import AllOf
 from kvsem.gates.base import Gate
+from kvsem.gates.lexical import LexicalGate
 from kvsem.gates.threshold import ThresholdGate
 from kvsem.index.base import ChunkIndex
 from kvsem.index.flat import FlatIndex
@@ -35,6 +38,7 @@ from kvsem.memory.pool import PoolFullError
 from kvsem.memory.prefix import Matched
 from kvsem.memory.store import ChunkStore
 from kvsem.memory.vectors import ChunkVectors
+from kvsem.model import hand
 from kvsem.planner import KINDS_OF_REUSE, Planner
 from kvsem.prompt import Prompt, render
 from kvsem.recompute.base import Recompute
@@ -99,7 +103,10 @@ class Engine:
     """Semantic KV reuse around one `LM`.
 
     Parts that are left out are those of ``conf/arm/base.yaml``, but without an ``embedder`` only
-    identical content is reused. ``index`` makes an empty index, given dim and identity.
+    identical content is reused. Texts whose hashed words agree by ``surface_score`` (cosine) are
+    near without asking it; None: it is always asked. ``index`` makes an empty index, given dim and
+    identity.
+    A part that reads the model (`kvsem.model.UsesModel`) is given it here.
     ``admit``: what a served request leaves behind: ``all``, ``exact_only`` (nothing computed on
     reused KV) or ``none`` (the cache is read-only). ``reuse``: what may be reused: ``prefix``
     (exact prefix pages), ``segment`` (a whole chunk behind the very tokens it was computed
@@ -121,6 +128,7 @@ class Engine:
         reuse: Iterable[str] = KINDS_OF_REUSE,
         memory: MemorySettings | None = None,
         n_candidates: int = 4,
+        surface_score: float | None = 0.95,
         seed: int = 0,
     ) -> None:
         if unknown := set(reuse := frozenset(reuse)) - KINDS_OF_REUSE:
@@ -132,12 +140,14 @@ class Engine:
         self.lm = lm
         self.chunker: Chunker = chunker or SegmentChunker()
         self.aligner: Aligner = aligner or EditAligner()
-        self.gate: Gate = gate or ThresholdGate()
+        self.gate: Gate = gate or AllOf((ThresholdGate(0.75), LexicalGate()))
         self.recompute: Recompute = recompute or NoRecompute()
         self.context: DonorContext = context or InCompany()
         self.admit, self.n_candidates, self.seed = admit, n_candidates, seed
         self.reuse = reuse
-        self.vectors = ChunkVectors(embedder, index)
+        for part in (self.chunker, self.aligner, self.gate, self.context, embedder):
+            hand(part, lm)
+        self.vectors = _vectors(embedder, index, surface_score)
         self.memory = Memory(lm, memory, forgotten=self.vectors.forget)
 
     @property
@@ -522,6 +532,16 @@ class Engine:
                 depth = 0 if exact else 1 + done.depth
                 admission.keep([chunk], done.kv, done.prompt.ids, namespace, "in_request", depth)
         admission.remember(done.kv, ids[:n_exact], namespace)
+
+
+def _vectors(
+    embedder: Embedder | None, index: Callable[..., ChunkIndex], surface_score: float | None
+) -> ChunkVectors:
+    if surface_score is None or embedder is None or isinstance(embedder, HashingEmbedder):
+        return ChunkVectors(embedder, index)
+    check_range("surface_score", surface_score, 0.0, 1.0)
+    surface = ChunkVectors(HashingEmbedder(), FlatIndex)
+    return ChunkVectors(embedder, index, surface, surface_score)
 
 
 def final_provenance(plan: ReusePlan, computed: np.ndarray) -> np.ndarray:

@@ -35,13 +35,24 @@ Row = dict[str, Any]
 
 @dataclass
 class Arm:
-    """A named engine under test. ``drop``: kinds of segments that its prompts leave out."""
+    """A named engine under test. ``drop``: kinds of segments that its prompts leave out.
+    ``substitute``: they hold the donor's text instead of the target's."""
 
     name: str
     engine: Engine
     drop: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     build_ms: float = 0.0
+    substitute: bool = False
+
+    def prompt_of(self, request: Request) -> Request:
+        """What this arm is asked in the place of ``request``."""
+        return (request.substituted() if self.substitute else request).without(self.drop)
+
+    @property
+    def has_own_prompt(self) -> bool:
+        """Whether its tokens may stand at other positions than exact's."""
+        return bool(self.drop) or self.substitute
 
 
 @dataclass
@@ -87,13 +98,13 @@ class Harness:
         """Raise `KvsemError` where ``request`` is empty, or too long to be answered and scored."""
         room = max(self.observer.room(request), request.max_new_tokens)
         for arm in (self.exact[0], *self.arms):
-            arm.engine.check(replace(request.without(arm.drop), max_new_tokens=room))
+            arm.engine.check(replace(arm.prompt_of(request), max_new_tokens=room))
 
     def warm_up(self, request: Request) -> None:
         """One unscored prefill per arm, and of the plain forward; nothing is admitted."""
         self.lm.plain(render(self.lm.tokenizer, request).ids)
         for arm in (*self.exact, *self.arms):
-            arm.engine.drop(arm.engine.prefill(request.without(arm.drop), room=STEPS))
+            arm.engine.drop(arm.engine.prefill(arm.prompt_of(request), room=STEPS))
 
     def run(self, requests: Sequence[Request]) -> Iterator[list[Row]]:
         """The rows of one request after another; arms admit what their engine admits."""
@@ -158,7 +169,7 @@ class Harness:
         return trial
 
     def _time(self, arm: Arm, trial: _Trial) -> None:
-        request = trial.request.without(arm.drop)
+        request = arm.prompt_of(trial.request)
         trial.evicted[arm.name] = arm.engine.memory.evictions
         done = arm.engine.prefill(request, room=self.observer.room(request))
         if arm.name in EXACT and (done.plan.provenance != Provenance.NEW).any():
@@ -198,7 +209,7 @@ class Harness:
     ) -> Row:
         done, exact = trial.done[arm.name], baseline.observation
         observation, decode_ms = seen or self.observer.observe(done, exact.greedy)
-        if arm.drop:  # other positions: nothing to compare token by token
+        if arm.has_own_prompt:  # other positions: nothing to compare token by token
             observation = replace(observation, keys=None, values=None)
         row: Row = {
             "arm": arm.name,

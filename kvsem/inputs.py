@@ -10,6 +10,8 @@ from kvsem.chunkers.sentence import SentenceChunker
 from kvsem.embedders.base import Embedder
 from kvsem.engine import Engine
 from kvsem.errors import DataError, SettingError
+from kvsem.gates.all_of import AllOf
+from kvsem.gates.lexical import LexicalGate
 from kvsem.gates.threshold import ThresholdGate
 from kvsem.lm import LM, load
 from kvsem.packaged import MODELS, packaged_path
@@ -37,7 +39,7 @@ def make_engine(
         lm,
         chunker=chunkers[chunker](),
         embedder=_embedder(embedder),
-        gate=ThresholdGate(min_score),
+        gate=AllOf((ThresholdGate(min_score), LexicalGate())),
         recompute=_rule(recompute, ratio),
     )
 

@@ -39,6 +39,7 @@ from kvsem.forward import (
     explicit_attention,
     multiplications,
 )
+from kvsem.model import FirstLayers
 
 ATTENTION = "kvsem"  # name of our attention function in transformers' registry
 # what transformers calls the cache that a forward is given; `past_key_values` until 5.23
@@ -66,6 +67,10 @@ UNFIT = (  # what a model raises that is used as it was not meant to be
 )
 
 _ACTIVE: ContextVar[Forward | Packed | Step | None] = ContextVar("kvsem_forward", default=None)
+
+
+class _Enough(Exception):  # noqa: N818
+    """No error: the layers that were asked for have run."""
 
 
 class _KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -172,6 +177,10 @@ def _chosen(select: Select, layer: int, n: int) -> torch.Tensor:
             f"got {str(keep.dtype).removeprefix('torch.')} {list(keep.shape)}"
         )
     return keep
+
+
+def _stop(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    raise _Enough(output[0] if isinstance(output, tuple) else output)
 
 
 def _sizes(layer: Any) -> tuple[int, int, int]:
@@ -356,6 +365,53 @@ class LM:
         per_pair = sum(s.per_pair for s in self.shapes)
         per_key = end * sum(s.per_key for s in self.shapes)
         return (end - start) * sum(self._linear_weights) + per_key + seen * per_pair
+
+    # -- for parts that read the model (`kvsem.model.Model`) -----------------------------------
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.model.get_input_embeddings().weight.shape[1])
+
+    @property
+    def key_sizes(self) -> list[tuple[int, int]]:
+        """Per layer: KV heads, and numbers a key has in each."""
+        return [(s.kv_heads, s.key_dim) for s in self.shapes]
+
+    @property
+    def value_sizes(self) -> list[tuple[int, int]]:
+        """Per layer: KV heads, and numbers a value has in each."""
+        return [(s.kv_heads, s.value_dim) for s in self.shapes]
+
+    @torch.no_grad()
+    def embeddings(self, ids: np.ndarray) -> torch.Tensor:
+        """Rows of the embedding table, fp32 ``[tokens, hidden size]`` on the CPU."""
+        at = torch.from_numpy(np.array(ids, dtype=np.int64)).to(self.device)
+        return self.model.get_input_embeddings().weight[at].float().cpu()  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def first_layers(self, ids: np.ndarray, n: int) -> FirstLayers:
+        """Plain transformers over ``ids`` int64 ``[batch, tokens]``, up to layer ``n`` - 1.
+
+        Raises `ModelError` for another number of layers than the model has, and where they keep
+        anything else than KV.
+        """
+        if not 1 <= n <= self.n_layers:
+            raise ModelError(f"{self.name} has {self.n_layers} layers, asked for the first {n}")
+        self._check_cache()
+        self.check_prompt(ids.shape[1])
+        cache = DynamicCache()
+        handle = self.layers[n - 1].register_forward_hook(_stop)
+        try:
+            self.model(
+                input_ids=torch.from_numpy(ids).to(self.device), use_cache=True, **{CACHE: cache}
+            )
+        except _Enough as done:
+            layers: list[Any] = cache.layers[:n]
+            keys, values = zip(*((layer.keys, layer.values) for layer in layers), strict=True)
+            return FirstLayers(done.args[0], keys, values)
+        finally:
+            handle.remove()
+        raise ModelError(f"{self.name}: layer {n - 1} did not run")
 
     # -- buffers ------------------------------------------------------------------------------
 

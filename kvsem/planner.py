@@ -14,8 +14,9 @@ from kvsem.keys import chain_key
 from kvsem.memory.store import ChunkStore
 from kvsem.memory.vectors import ChunkVectors
 from kvsem.prompt import Piece, Prompt, chunks_of
-from kvsem.types import CACHEABLE, Chunk, ChunkKV, Match, Provenance, ReusePlan, Run
+from kvsem.types import CACHEABLE, Chunk, ChunkKV, Match, Provenance, ReusePlan, Run, Span
 
+COMPUTED = -2  # source of a token that has one, which the gate does not trust
 KINDS_OF_REUSE = frozenset({"prefix", "segment", "chunk", "semantic"})
 
 
@@ -101,6 +102,8 @@ class Planner:
         for entry, score in candidates:
             decision = self.gate.accept(chunk.text, Candidate(entry.text, score))
             source = self.aligner.align(chunk.ids, entry.ids) if decision.accepted else None
+            if source is not None:
+                source[_inside(chunk, decision.compute) & (source >= 0)] = COMPUTED
             if source is not None and (source >= 0).any():
                 return entry, source, Match("semantic", entry.key, score)
             reason = decision.reason or "nothing_aligned"
@@ -111,6 +114,17 @@ class Planner:
 
 def _nothing(chunk: Chunk) -> np.ndarray:
     return np.full(len(chunk.ids), -1, dtype=np.int64)
+
+
+def _inside(chunk: Chunk, spans: Sequence[Span]) -> np.ndarray:
+    """bool ``[tokens]``: shares a character with one of ``spans``; all where nobody knows."""
+    if chunk.chars is None:
+        return np.full(len(chunk.ids), bool(spans))
+    inside = np.zeros(len(chunk.ids), dtype=bool)
+    chars = np.array(chunk.chars, dtype=np.int64).reshape(-1, 2)
+    for span in spans:
+        inside |= (chars[:, 0] < span.end) & (chars[:, 1] > span.start)
+    return inside
 
 
 def _same_content(chunk: Chunk, entry: ChunkKV) -> np.ndarray | None:
@@ -168,6 +182,7 @@ class _Layout:
             self.refused.append(self.unmoved)
             match = replace(match, kind="none", reason=self.unmoved)
         kinds[source < 0] = Provenance.NEW
+        kinds[source == COMPUTED] = Provenance.RECOMPUTED
         kinds[:paged] = Provenance.PREFIX
         if (kinds == Provenance.PREFIX).all() or (entry and self.unmoved and exact > paged):
             match = replace(match, kind="prefix")
@@ -176,7 +191,7 @@ class _Layout:
         if len(approximate):
             self.exact = min(self.exact, chunk.start + int(approximate[0]))
         if entry:
-            self.runs += _runs(entry.key, source, chunk.start)
+            self.runs += runs_of(entry.key, source, chunk.start)
         self.matches.append(match)
 
     def _exact_tokens(self, chunk: Chunk, entry: ChunkKV) -> int:
@@ -207,7 +222,7 @@ class _Layout:
         )
 
 
-def _runs(key: str, source: np.ndarray, start: int) -> list[Run]:
+def runs_of(key: str, source: np.ndarray, start: int) -> list[Run]:
     """Maximal stretches in which source and target advance together."""
     used = np.flatnonzero(source >= 0)
     if not len(used):

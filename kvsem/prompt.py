@@ -189,7 +189,8 @@ def _chunk(
     ids = prompt.ids[start:end]
     inner = _inner(text, core, prompt.offsets[start:end])
     key = content_key(namespace, text, ids[inner[0] : inner[1]])
-    return Chunk(kind, text, start, end, ids.copy(), inner, key)
+    chars = tuple((a, b) for a, b in (prompt.offsets[start:end] - core.start).tolist())
+    return Chunk(kind, text, start, end, ids.copy(), inner, key, chars)
 
 
 def _inner(text: str, core: Span, offsets: np.ndarray) -> tuple[int, int]:

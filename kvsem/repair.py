@@ -43,7 +43,7 @@ class Repair:
         state = State(
             len(ids),
             matched,
-            torch.from_numpy(plan.provenance == Provenance.NEW),
+            torch.from_numpy(plan.computed),
             [span for span in chunks if bool(matched[slice(*span)].any())],
             [span for span in runs if bool(matched[slice(*span)].any())],
             torch.from_numpy(plan.provenance == Provenance.SEMANTIC),

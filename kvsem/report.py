@@ -57,7 +57,7 @@ EXPLAINED = {
     "zero_kv": "reused keys and values are zero: what survives this did not need the cache.",
     "random_kv": "reused keys and values are noise of the right size: the worst that reuse can do.",
     "filler_kv": "reused keys and values come from unrelated text of the same length.",
-    "substitute": "the passage is replaced by another one: what a false hit costs.",
+    "substitute": "the donor itself stands in the prompt: what reading it instead costs.",
     "no_context": "the question without its passages: what the model knows anyway.",
     "none": "reuses everything that matches and recomputes nothing.",
     "all": "matches, then recomputes everything: must agree with exact, and cost as much.",

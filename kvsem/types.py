@@ -31,7 +31,8 @@ class Provenance(IntEnum):
     PREFIX = 1  # exact: same tokens in the same context
     CHUNK = 2  # identical content that stood in another context
     SEMANTIC = 3  # aligned from another chunk
-    RECOMPUTED = 4  # matched (chunk or semantic), but computed at the last layer
+    RECOMPUTED = 4  # matched (chunk or semantic), but computed at the last layer, as the recompute
+    # rule or already the gate says
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,20 @@ class Request:
         )
         return replace(self, messages=tuple(m for m in kept if m.segments))
 
+    def substituted(self) -> Request:
+        """The same request with the donor's text in the target's place (control ``substitute``).
+
+        Raises `DataError` where there is not one donor and one target.
+        """
+        if len(self.donors) != 1 or len(self.segments("target")) != 1:
+            raise DataError(f"request {self.id!r}: substitute needs one donor and one target")
+
+        def stand_in(segment: Segment) -> Segment:
+            return Segment("target", self.donors[0]) if segment.kind == "target" else segment
+
+        messages = (Message(m.role, tuple(map(stand_in, m.segments))) for m in self.messages)
+        return replace(self, messages=tuple(messages))
+
     def segments(self, *kinds: str) -> tuple[str, ...]:
         """Texts of the segments of ``kinds``, in prompt order."""
         return tuple(s.text for m in self.messages for s in m.segments if s.kind in kinds)
@@ -146,7 +161,8 @@ class Chunk:
 
     Tokens ``[start, end)`` of the prompt; a separator ahead of the text belongs to it.
     ``inner`` is the part of ``ids`` away from the edges of the text: the rest may tokenise
-    differently behind another separator, and is compared token by token.
+    differently behind another separator, and is compared token by token. ``chars`` says where in
+    ``text`` each token stands (negative ahead of it, as a separator does); None where unknown.
     """
 
     kind: Kind
@@ -156,6 +172,7 @@ class Chunk:
     ids: np.ndarray  # int64 [end - start]
     inner: tuple[int, int]  # relative to start
     key: str  # content key
+    chars: tuple[tuple[int, int], ...] | None = None  # start and end of each token
 
 
 @dataclass(frozen=True)
@@ -226,9 +243,15 @@ class ReusePlan:
         return np.isin(self.provenance, (Provenance.CHUNK, Provenance.SEMANTIC))
 
     @property
+    def computed(self) -> np.ndarray:
+        """bool ``[n_tokens]``: computed in any case: nothing matches, or the gate trusts it not
+        (recomputed)."""
+        return np.isin(self.provenance, (Provenance.NEW, Provenance.RECOMPUTED))
+
+    @property
     def reuse_ratio(self) -> float:
-        """Share of the prompt's tokens that have a source."""
-        return float(np.mean(self.provenance != Provenance.NEW))
+        """Share of the prompt's tokens that take KV from elsewhere."""
+        return float(np.mean(~self.computed))
 
     def missed(self) -> dict[str, int]:
         """Why KV was not found, counted: where the prefix pages end, and per chunk."""
@@ -241,7 +264,7 @@ class ReusePlan:
         """One row per chunk: tokens, match, score, tokens reused, reason."""
         import pandas as pd
 
-        reused = self.provenance != Provenance.NEW
+        reused = ~self.computed
         rows = [
             {
                 "kind": chunk.kind,
@@ -279,17 +302,23 @@ def _parts(plain: Mapping[str, Any]) -> dict[str, Any]:
     kinds = [Provenance(kind) for kind in plain["provenance"]]
     if len(kinds) != plain["n_tokens"] or len(plain["chunks"]) != len(plain["matches"]):
         raise ValueError("its parts do not fit together")
-    chunks = (
-        {**c, "ids": np.array(c["ids"], dtype=np.int64), "inner": tuple(c["inner"])}
-        for c in plain["chunks"]
-    )
     return {
         "provenance": np.array(kinds, dtype=np.int8),
-        "chunks": tuple(Chunk(**chunk) for chunk in chunks),
+        "chunks": tuple(_chunk(chunk) for chunk in plain["chunks"]),
         "matches": tuple(Match(**match) for match in plain["matches"]),
         "runs": tuple(Run(**run) for run in plain["runs"]),
         "refused": tuple(plain["refused"]),
     }
+
+
+def _chunk(plain: Mapping[str, Any]) -> Chunk:
+    chars = plain.get("chars")
+    parts = {
+        "ids": np.array(plain["ids"], dtype=np.int64),
+        "inner": tuple(plain["inner"]),
+        "chars": None if chars is None else tuple((start, end) for start, end in chars),
+    }
+    return Chunk(**{**plain, **parts})
 
 
 @dataclass(frozen=True)

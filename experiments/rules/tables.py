@@ -151,9 +151,7 @@ def figure(found: dict[str, Any]) -> Figure:
     axes[0].set_xlabel("multiplications, arm ÷ exact (flop_ratio)")
     axes[1].set_xlabel("time to first token, arm ÷ exact")
     axes[1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    drawn.suptitle(
-        f"each line: {', '.join(share(r) for r in found)} of the matched tokens"
-    )
+    drawn.suptitle(f"each line: {', '.join(share(r) for r in found)} of the matched tokens")
     return drawn
 
 

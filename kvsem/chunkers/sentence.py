@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from kvsem.errors import SettingError
+from kvsem.chunkers.base import check_lengths, pack
 from kvsem.types import Span
 
 # Written as escapes: ideographic full stop, full-width ! and ?, half-width full stop.
@@ -33,9 +33,6 @@ class SentenceChunker:
     that follows it. A sentence above the budget is a chunk of its own; nothing is cut inside a
     word.
 
-    Tokens are estimated as ``max(1.3 * words, ascii / 4 + other bytes / 2)``: the length of a
-    chunk then depends on no tokenizer, and is about right for English and for Chinese.
-
     Locality: paragraphs are cut independently, so an edit leaves every chunk of the other
     paragraphs as it was. Within the edited paragraph the chunks ahead of the edited one stay (or,
     if its first sentence changes length, all but the one just ahead); those behind it may be
@@ -43,28 +40,11 @@ class SentenceChunker:
     """
 
     def __init__(self, max_tokens: int = 128) -> None:
-        if max_tokens < 1:
-            raise SettingError("max_tokens", max_tokens, "a whole number from 1")
+        check_lengths(max_tokens)
         self.max_tokens = max_tokens
 
     def split(self, text: str) -> list[Span]:
-        if not text:
-            return []
-        starts, used = [0], 0.0
-        for start, end, opens_paragraph in _sentences(text):
-            cost = estimate_tokens(text[start:end])
-            if start and (opens_paragraph or used + cost > self.max_tokens):
-                starts.append(start)
-                used = 0.0
-            used += cost
-        return [Span(*pair) for pair in zip(starts, [*starts[1:], len(text)], strict=True)]
-
-
-def estimate_tokens(text: str) -> float:
-    """Tokens of ``text`` by the rule above, without a tokenizer."""
-    n_bytes = len(text.encode(errors="surrogatepass"))
-    n_ascii = len(text.encode("ascii", "ignore"))
-    return max(1.3 * len(text.split()), n_ascii / 4 + (n_bytes - n_ascii) / 2)
+        return pack(text, ((start, opens) for start, _, opens in _sentences(text)), self.max_tokens)
 
 
 def _sentences(text: str) -> Iterator[tuple[int, int, bool]]:

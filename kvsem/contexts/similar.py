@@ -15,6 +15,7 @@ from kvsem.contexts.base import (
 )
 from kvsem.errors import SettingError
 from kvsem.keys import digest
+from kvsem.model import Model, hand
 from kvsem.types import Request
 
 
@@ -43,6 +44,10 @@ class Similar:
         if type(own) is not bool:
             raise SettingError("context.own", own, "true or false")
         self.embedder, self.n, self.own = embedder, n, own
+
+    def use(self, model: Model) -> None:
+        """For an embedder that reads the model."""
+        hand(self.embedder, model)
 
     def donors(self, requests: Sequence[Request], seed: int) -> list[Donor]:
         near = self._neighbours(requests)

@@ -6,8 +6,7 @@ import contextlib
 import hashlib
 import io
 import json
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from kvsem.embedders.base import batches
 from kvsem.errors import ModelError, SettingError
 
 if TYPE_CHECKING:
@@ -69,20 +69,12 @@ class MinilmEmbedder:
     def _encode(self, windows: list[list[int]]) -> np.ndarray:
         """float64 ``[windows, dim]``, rows of length 1."""
         vectors = np.empty((len(windows), self.dim))
-        for rows in self._batches(windows):
+        for rows in batches(windows, self.batch_size):
             ids = torch.tensor([windows[row] for row in rows], device=self.device)
             features = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
             found = self._model(features)["sentence_embedding"].double()
             vectors[rows] = torch.nn.functional.normalize(found, dim=1).cpu().numpy()
         return vectors
-
-    def _batches(self, windows: list[list[int]]) -> Iterator[list[int]]:
-        by_length = defaultdict(list)
-        for row, window in enumerate(windows):
-            by_length[len(window)].append(row)
-        for rows in by_length.values():
-            for start in range(0, len(rows), self.batch_size):
-                yield rows[start : start + self.batch_size]
 
     @cached_property
     def _model(self) -> SentenceTransformer:

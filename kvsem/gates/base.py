@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvsem.types import Span
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -14,8 +16,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Decision:
+    """``compute``: characters of the text whose tokens take no KV from the candidate; a token that
+    shares one character with a span is computed whole."""
+
     accepted: bool
     reason: str = ""  # why not; short and stable, it is counted by its text
+    compute: tuple[Span, ...] = ()
 
 
 class Gate(Protocol):

@@ -1,6 +1,7 @@
 """One number: accept what is similar enough."""
 
 import math
+from dataclasses import dataclass
 
 from kvsem.errors import check_range
 from kvsem.gates.base import Candidate, Decision
@@ -8,6 +9,7 @@ from kvsem.gates.base import Candidate, Decision
 _DIGITS = 5  # of a cosine: float32 noise (identical texts: 0.9999999) never decides
 
 
+@dataclass
 class ThresholdGate:
     """Accept a candidate whose cosine is at least ``min_score``.
 
@@ -16,13 +18,14 @@ class ThresholdGate:
     (median 0.92, lowest 5 % 0.84), and refuses other passages of the same book (highest 1 %:
     0.79) and bank questions of another intent (0.82). It does not see meaning: "turn on" and
     "turn off" are at 0.91, reviews rewritten to the opposite verdict at 0.97; no threshold
-    parts those from paraphrases, and that takes a second gate. Another embedder needs another
-    number.
+    parts those from paraphrases, and that takes a second gate (`kvsem.gates.lexical`). Another
+    embedder needs another number.
     """
 
-    def __init__(self, min_score: float = 0.85) -> None:
-        check_range("min_score", min_score, -1.0, 1.0)
-        self.min_score = min_score
+    min_score: float = 0.85
+
+    def __post_init__(self) -> None:
+        check_range("min_score", self.min_score, -1.0, 1.0)
 
     def accept(self, text: str, candidate: Candidate) -> Decision:
         """Refuses with ``below_threshold`` or ``score_not_finite``."""

@@ -23,8 +23,10 @@ _MAX_ID = 2**63 - 1
 class Embeds(Protocol):
     """What an index must know of an embedder."""
 
-    dim: int
-    identity: str
+    @property
+    def dim(self) -> int: ...
+    @property
+    def identity(self) -> str: ...
 
 
 class ChunkIndex(Protocol):

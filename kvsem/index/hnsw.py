@@ -46,7 +46,7 @@ class HnswIndex:
         identity: str,
         m: int = 32,
         ef_construction: int = 200,
-        ef_search: int = 128,
+        ef_search: int = 64,
         rebuild_share: float = 0.2,
     ) -> None:
         self._faiss = import_faiss()

@@ -24,10 +24,21 @@ class ChunkVectors:
 
     Without an embedder nothing is ever similar. Raises `KvsemError` where the index is made for
     vectors of another dimension or embedder.
+
+    ``surface``: vectors of a cheap embedder that are looked into first. A text that has a
+    neighbour there at ``surface_score`` or above is an edit of it, and the embedder, which may cost
+    more than a prefill saves, is not asked.
     """
 
-    def __init__(self, embedder: Embedder | None, make_index: Callable[..., ChunkIndex]) -> None:
+    def __init__(
+        self,
+        embedder: Embedder | None,
+        make_index: Callable[..., ChunkIndex],
+        surface: ChunkVectors | None = None,
+        surface_score: float = 1.0,
+    ) -> None:
         self.embedder, self._make_index = embedder, make_index
+        self._surface, self._surface_score = surface, surface_score
         self._indexes: dict[str, ChunkIndex] = {}
         self._keys: dict[int, str] = {}
         if embedder is not None:
@@ -42,6 +53,8 @@ class ChunkVectors:
         """Make ``texts`` (by content key) findable; one without content has no direction."""
         if self.embedder is None or not texts:
             return
+        if self._surface is not None:
+            self._surface.add(namespace, texts)
         vectors = self.embedder.embed(list(texts.values()))
         known = [(entry_id(key), key) for key in texts]
         meant = np.flatnonzero(np.linalg.norm(vectors, axis=1) > 0)
@@ -50,6 +63,18 @@ class ChunkVectors:
 
     def near(self, namespace: str, texts: Sequence[str], k: int) -> list[list[tuple[str, float]]]:
         """Per text at most ``k`` (content key, cosine), best first."""
+        if self._surface is None:
+            return self._near(namespace, texts, k)
+        found = [
+            [hit for hit in hits if hit[1] >= self._surface_score]
+            for hits in self._surface.near(namespace, texts, k)
+        ]
+        left = [i for i, hits in enumerate(found) if not hits]
+        for i, hits in zip(left, self._near(namespace, [texts[i] for i in left], k), strict=True):
+            found[i] = hits
+        return found
+
+    def _near(self, namespace: str, texts: Sequence[str], k: int) -> list[list[tuple[str, float]]]:
         index = self._indexes.get(namespace)
         if self.embedder is None or index is None or not len(index) or not texts:
             return [[] for _ in texts]
@@ -60,6 +85,8 @@ class ChunkVectors:
         ]
 
     def forget(self, key: str) -> None:
+        if self._surface is not None:
+            self._surface.forget(key)
         for index in self._indexes.values():
             index.remove([entry_id(key)])
         self._keys.pop(entry_id(key), None)
@@ -67,6 +94,8 @@ class ChunkVectors:
     def share(self, other: ChunkVectors) -> None:
         """Look into the indexes of ``other``, which must not change any more."""
         self._indexes, self._keys = dict(other._indexes), dict(other._keys)
+        if self._surface is not None and other._surface is not None:
+            self._surface.share(other._surface)
 
     def save(self, folder: Path) -> None:
         """Keep every namespace in ``folder``, for the same embedder; without one, nothing.

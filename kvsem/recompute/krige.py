@@ -36,7 +36,7 @@ class KrigeRecompute:
 
     needs = Needs()
 
-    def __init__(self, ratio: float = 0.1, heads: float = 0.6) -> None:
+    def __init__(self, ratio: float = 0.06, heads: float = 0.6) -> None:
         check_range("recompute.ratio", ratio, 0.0, 1.0)
         check_range("recompute.heads", heads, 0.0, 1.0)
         self.ratio, self.heads = ratio, heads

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvsem.chunkers.base import estimate_tokens
 from kvsem.chunkers.segment import SegmentChunker
-from kvsem.chunkers.sentence import SentenceChunker, estimate_tokens
+from kvsem.chunkers.sentence import SentenceChunker
 from kvsem.errors import SettingError
 
 WORDS = ["A cat sat.", "e.g.", "3.14", "Dr.", "好。", "吗？」", "word", "1.", "...", "?!", "Ünï!"]

@@ -31,7 +31,8 @@ PLUGS = {
     "metrics", "recompute", "workloads",
 }  # fmt: skip
 LAYERS: tuple[set[str], ...] = (
-    {"errors", "files", "types", "keys", "rope", "packaged", "pretrained", "records"},
+    {"errors", "files", "model", "types", "keys", "rope", "packaged", "pretrained", "records"}
+    | {"wording"},
     {
         "admit",
         "batch",

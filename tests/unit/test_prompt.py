@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, processors, trainers
 from tokenizers import pre_tokenizers as pre
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from kvsem.chunkers.code import CodeChunker
+from kvsem.chunkers.dialogue import DialogueChunker
+from kvsem.chunkers.markdown import MarkdownChunker
 from kvsem.chunkers.segment import SegmentChunker
 from kvsem.chunkers.sentence import SentenceChunker
 from kvsem.errors import DataError
+from kvsem.packaged import packaged_path
 from kvsem.prompt import Prompt, chunks_of, render
 from kvsem.types import Chunk, Message, Request, Segment, Span
 from tests.tiny import TEMPLATE, fast, prose, tiny_tokenizer
@@ -338,3 +346,146 @@ def test_a_content_with_space_around_it_is_found() -> None:
     )
     prompt = render(tiny_tokenizer(), Request("chat", messages))
     assert [p.text for p in prompt.pieces[1:]] == ["the first turn", "second", "third"]
+
+
+# Chunkers: no boundary moves with what stands around it (A8) ------------------------------------
+
+CONF = Path(__file__).parents[2] / "conf"
+CHUNKERS = sorted(path.stem for path in (CONF / "chunker").glob("*.yaml"))
+
+
+@cache
+def chunker_of(name: str) -> Any:
+    """As configured, but for an embedder that takes no model."""
+    cfg = OmegaConf.load(CONF / "chunker" / f"{name}.yaml")
+    if "embedder" in cfg:
+        cfg.embedder = OmegaConf.load(CONF / "embedder" / "hashing.yaml")
+    return instantiate(cfg)
+
+
+def test_there_are_chunkers() -> None:
+    assert {"segment", "sentence", "fixed", "markdown", "code", "dialogue", "topic"} <= set(
+        CHUNKERS
+    )
+
+
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("name", CHUNKERS)
+def test_as_many_chunks_as_spans(tokenizer: PreTrainedTokenizerFast, name: str, edge: str) -> None:
+    """The boundaries of the chunker, and none else, whatever stands beside them."""
+    first, second = EDGES[edge]
+    passages = [
+        f"{first}\n\n{second}",
+        prose(3, 200),
+        second + first,
+        f"User: {first}\nBot: {second}",
+    ]
+    prompt = render(tokenizer, Request.rag("r", passages, "Why #42?"))
+    for piece in prompt.pieces[1:-1]:
+        spans = chunker_of(name).split(piece.text)
+        found = chunks_of(prompt, piece, spans, "ns")
+        texts = [piece.text[span.start : span.end].strip() for span in spans]
+        assert [chunk.text for chunk in found] == [text for text in texts if text]
+        assert [piece.start, *(chunk.end for chunk in found)][:-1] == [c.start for c in found]
+        assert found[-1].end == piece.end
+
+
+def parts_of(name: str, first: str, second: str) -> tuple[Any, str, int]:
+    """A chunker, a text with a boundary of its kind between two others, and how many chunks."""
+    match name:
+        case "markdown":
+            return MarkdownChunker(), f"# A\n\n{first}\n\n## B\n\n{second}", 2
+        case "code":
+            text = f"def f():\n    return {first!r}\n\n\ndef g():\n    return {second!r}"
+            return CodeChunker(min_tokens=0), text, 2
+        case "dialogue":
+            return DialogueChunker(min_tokens=0), f"User: {first}\nAssistant: {second}", 2
+        case _:
+            text = f"{first.strip()}\n\n{second.strip()}"
+            return SentenceChunker(), text, len(re.split(r"\n\s*\n", text))
+
+
+@pytest.mark.parametrize("edge", [edge for edge in EDGES if edge != "spaces"])
+@pytest.mark.parametrize("name", ["markdown", "code", "dialogue", "sentence"])
+def test_a_separator_is_found_in_every_tokenizer(
+    tokenizer: PreTrainedTokenizerFast, name: str, edge: str
+) -> None:
+    """LMCache#1136: there it merged with its neighbours, and all was one segment."""
+    chunker, text, n = parts_of(name, *EDGES[edge])
+    prompt = render(tokenizer, Request.rag("r", [prose(1, 9), text, prose(2, 9)], "Why?"))
+    found = [chunk for chunk in chunks(prompt, chunker) if chunk.text in text]
+    assert len(found) == n
+    assert text.startswith(found[0].text)
+    assert text.endswith(found[-1].text)
+
+
+def blocks_of(language: str) -> list[str]:
+    """Six blocks that every kind of chunker cuts apart, in one language."""
+    said = {
+        "english": [
+            "The bridge of stone was built in 1847.",
+            "It crosses the river, e.g. by night!",
+        ],
+        "chinese": ["今天天气很好，我们去公园吧！", "桥是一八四七年建的，用石头做。"],
+        "code": ["value = {'größe': 3, \"名\": [1.5, -2]}", "print(value['größe'])  # prüfen"],
+        "emoji": ["Well 👍🏽 done 👩‍👩‍👧 e\u0301!", "Ok 🇩🇪🇫🇷, see you 🎉."],
+    }[language]
+    return [
+        f"# Title {i}\n\n"
+        + (" " if language != "chinese" else "").join((said * 3)[i % 2 : 4 + i % 3])
+        for i in range(6)
+    ]
+
+
+def inner_ids(prompt: Prompt, chunker: Any) -> dict[str, set[tuple[int, ...]]]:
+    found: dict[str, set[tuple[int, ...]]] = {}
+    for chunk in chunks(prompt, chunker):
+        ids = chunk.ids[chunk.inner[0] : chunk.inner[1]].tolist()
+        found.setdefault(chunk.text, set()).add((*ids,))
+    return found
+
+
+def assert_same_ids_everywhere(tokenizer: Any, name: str, language: str) -> None:
+    """Of a chunk that stands in two prompts, behind and ahead of other text."""
+    blocks = blocks_of(language)
+    reordered = [blocks[3], blocks[0], blocks[1] + " #42", blocks[5], blocks[2]]
+    chunker = chunker_of(name)
+    joined = ["\n\n".join(order) for order in (blocks, reordered)]
+    places = [
+        [joined[0]],
+        [joined[1]],
+        [prose(1, 9), joined[0], blocks[4]],
+        [blocks[2], joined[1]],
+        [joined[0] + "\nmore"],
+    ]
+    prompts = [render(tokenizer, Request.rag("r", p, "Why?")) for p in places]
+    found = [inner_ids(prompt, chunker) for prompt in prompts]
+    shared = set(found[0]) & set(found[2])
+    assert shared
+    if name in ("sentence", "markdown"):
+        assert set(found[0]) & set(found[1])
+    for text in set().union(*found):
+        assert len(set().union(*(one.get(text, set()) for one in found))) == 1, text
+
+
+@pytest.mark.parametrize("language", ["english", "chinese", "code", "emoji"])
+@pytest.mark.parametrize("name", CHUNKERS)
+def test_a_chunk_has_the_same_ids_at_every_place(
+    tokenizer: PreTrainedTokenizerFast, name: str, language: str
+) -> None:
+    assert_same_ids_everywhere(tokenizer, name, language)
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.parametrize("language", ["english", "chinese", "code", "emoji"])
+@pytest.mark.parametrize("name", CHUNKERS)
+def test_a_chunk_has_the_same_ids_at_every_place_of_the_real_tokenizer(
+    name: str, language: str
+) -> None:
+    assert_same_ids_everywhere(real_tokenizer(), name, language)
+
+
+@cache
+def real_tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(packaged_path("smollm2"))

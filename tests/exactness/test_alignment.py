@@ -1,0 +1,114 @@
+"""Aligned KV in a prompt: every token moved by its own delta, whatever order its source has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvsem.aligners.edit import EditAligner
+from kvsem.aligners.hybrid import HybridAligner
+from kvsem.aligners.nearest import NearestAligner
+from kvsem.embedders.hashing import HashingEmbedder
+from kvsem.gates.threshold import ThresholdGate
+from kvsem.harness import Arm, Harness
+from kvsem.lm import LM
+from kvsem.metrics.base import Metric
+from kvsem.metrics.divergence import DivergenceMetric
+from kvsem.metrics.kv_error import KvErrorMetric
+from kvsem.recompute.all import AllRecompute
+from kvsem.types import Provenance, Request
+from tests.tiny import SYSTEM, exact, prose, relative, tiny_engine
+
+DONOR = prose(1, 20)
+WORDS = DONOR.rstrip(".").split(" ")
+# turned round, with words said twice and words of its own
+TARGET = " ".join([*WORDS[10:], *WORDS[3:9], "lantern", *WORDS[3:9], "lantern", WORDS[0]]) + "."
+QUESTION = "Which river?"
+REQUEST = Request.donor_target("r", DONOR, TARGET, QUESTION, system=SYSTEM)
+PARTS: dict[str, Callable[[], Any]] = {
+    "aligner": NearestAligner,
+    "embedder": HashingEmbedder,
+    "gate": lambda: ThresholdGate(-1.0),
+}
+
+
+def test_each_token_has_its_source_moved_by_its_own_delta(lm: LM) -> None:
+    engine = tiny_engine(lm, **{name: make() for name, make in PARTS.items()}, admit="none")
+    engine.ingest([REQUEST])
+    loaded = engine.load(REQUEST)
+    plan = loaded.plan
+    moved = [run for run in plan.runs if plan.provenance[run.target] == Provenance.SEMANTIC]
+    pairs = [(run.target + i, run.source + i) for run in moved for i in range(run.length)]
+    sources = [s for _, s in sorted(pairs)]
+    assert len(set(sources)) < len(sources)  # one donor token serves several
+    assert sources != sorted(sources)
+    entry = engine.store.get(moved[0].entry)
+    assert entry is not None
+    prompt = engine.render(Request.rag("d", [DONOR], QUESTION, system=SYSTEM))
+    donor = prompt.ids[: entry.position + len(entry.ids)]
+    assert donor[entry.position :].tolist() == entry.ids.tolist()
+    there: dict[int, tuple[torch.Tensor, ...]] = {}
+    values = lm.alone(donor, 0)[1]
+    for target, source in pairs:
+        at = entry.position + source
+        if target - at not in there:  # the whole donor prompt, as if it began elsewhere
+            there[target - at] = lm.alone(donor, target - at)[0]
+        for layer in range(lm.n_layers):
+            keys, kept = loaded.kv.read(layer, plan.n_tokens)
+            assert relative(keys[0, :, target], there[target - at][layer][:, at]) <= 1e-5
+            assert relative(kept[0, :, target], values[layer][:, at]) <= 1e-5
+    engine.drop(loaded)
+
+
+@pytest.mark.parametrize(
+    "aligner", [NearestAligner, lambda: HybridAligner(EditAligner(), NearestAligner(-1.0))]
+)
+def test_what_is_recomputed_whole_is_exact_whatever_was_aligned(
+    lm: LM, aligner: Callable[[], Any]
+) -> None:
+    parts = {name: make() for name, make in (PARTS | {"aligner": aligner}).items()}
+    engine = tiny_engine(lm, **parts, recompute=AllRecompute(), admit="none")
+    engine.ingest([REQUEST])
+    done = engine.prefill(REQUEST)
+    assert done.plan.matched.any()
+    _, want = exact(lm, done.prompt.ids)
+    assert relative(done.logits, want) <= 1e-5
+    engine.drop(done)
+
+
+def test_what_is_not_near_enough_is_computed(llama: LM) -> None:
+    engine = tiny_engine(llama, **{name: make() for name, make in PARTS.items()}, admit="none")
+    engine.ingest([REQUEST])
+    plan = engine.plan(REQUEST)
+    (chunk,) = (c for c in plan.chunks if c.kind == "target")
+    new = plan.provenance[chunk.start : chunk.end] == Provenance.NEW
+    ids = chunk.ids[new]
+    entry = engine.store.get(str(plan.matches[-1].entry))
+    assert entry is not None
+    assert len(ids)
+    assert not np.isin(ids, entry.ids).all()
+
+
+# Control: the donor's own text ----------------------------------------------------------------
+
+
+def test_substitute_reads_the_donor_in_the_targets_place(llama: LM) -> None:
+    """Its answer is exact's to the donor's text, and is compared with exact's to the target's."""
+    engine = tiny_engine(llama, admit="none")
+    engine.ingest([REQUEST])
+    exact_engine = tiny_engine(llama, admit="none", reuse=())
+    arm = Arm("substitute", engine, substitute=True)
+    metrics: list[Metric] = [DivergenceMetric(), KvErrorMetric()]
+    ((row,),) = [r[2:] for r in Harness(llama, exact_engine, [arm], metrics).run([REQUEST])]
+    asked = [Request.donor_target("x", t, t, QUESTION, system=SYSTEM) for t in (DONOR, TARGET)]
+    read, wanted = (exact(llama, engine.render(a).ids)[1].log_softmax(-1) for a in asked)
+    kl = float((wanted.exp() * (wanted - read)).sum())
+    assert row["quality/kl_first_nats"] == pytest.approx(kl, rel=1e-3, abs=1e-6)
+    assert kl > 1e-3
+    assert row["reuse/prefix_tokens"] > 0
+    assert row["reuse/semantic_tokens"] == 0
+    assert "quality/kv_error_rel" not in row  # other tokens: nothing to compare one by one

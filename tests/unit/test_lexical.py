@@ -1,0 +1,238 @@
+"""The lexical gate: what differs is computed or refused, what says the same is not touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsem.errors import DataError, SettingError
+from kvsem.gates.all_of import AllOf
+from kvsem.gates.base import Candidate, Decision, Gate
+from kvsem.gates.deny import DenyGate
+from kvsem.gates.lexical import LexicalGate
+from kvsem.gates.threshold import ThresholdGate
+from kvsem.types import Span
+from kvsem.wording import cut, differences
+
+
+def computed(target: str, donor: str, reach: int | str = 0) -> list[str]:
+    decision = LexicalGate(reach, min_kept=0).accept(target, Candidate(donor, 0.9))
+    assert decision.accepted
+    return [target[span.start : span.end] for span in decision.compute]
+
+
+def kinds(target: str, donor: str) -> list[str]:
+    return [found.kind for found in differences(cut(target), cut(donor))]
+
+
+@pytest.mark.parametrize(
+    ("target", "donor", "kind", "spans"),
+    [
+        ("The lamp is on at noon.", "The lamp is off at noon.", "antonym", ["on"]),
+        ("It was legal to park here.", "It was illegal to park here.", "antonym", ["legal"]),
+        ("He is careful with it.", "He is careless with it.", "antonym", ["careful"]),
+        ("It isn't safe to drink.", "It is safe to drink.", "negation", ["isn't"]),
+        ("It is safe to drink.", "It is not safe to drink.", "negation", ["safe"]),
+        ("They came without her.", "They came with her.", "negation", ["without"]),
+        ("Take 50 mg of it.", "Take 55 mg of it.", "number", ["50"]),
+        ("Take fifty of them.", "Take 15 of them.", "number", ["fifty"]),
+        ("It cost 1,250 here.", "It cost 1,350 here.", "number", ["1,250"]),
+        ("The third door there.", "The 2nd door there.", "number", ["third"]),
+        ("Take 50 mg of it.", "Take 50 g of it.", "unit", ["mg"]),
+        ("A loss of 5% there.", "A loss of 5$ there.", "unit", ["%"]),
+        ("We meet on Monday here.", "We meet on Friday here.", "date", ["Monday"]),
+        ("On 3 May it rained.", "On 4 May it rained.", "date", ["3"]),
+        ("The train of 12:30 left.", "The train of 12:50 left.", "date", ["12:30"]),
+        ("I met Anna there.", "I met Boris there.", "name", ["Anna"]),
+        ("Anna was there.", "Boris was there.", "name", ["Anna"]),
+        ("A red house there.", "A blue house there.", "word", ["red"]),
+        ("会议在三月开始。", "会议在四月开始。", "number", ["三"]),
+        ("他今天去公司。", "他今天不去公司。", "negation", ["去"]),
+        ("水位上升了。", "水位下降了。", "antonym", ["上升"]),
+        ("药量是五十毫克。", "药量是五十毫升。", "unit", ["克"]),
+        ("他住在上海。", "他住在广州。", "characters", ["上海"]),
+    ],
+)
+def test_what_differs_is_computed_whole(
+    target: str, donor: str, kind: str, spans: list[str]
+) -> None:
+    assert kinds(target, donor) == [kind]
+    assert computed(target, donor) == spans
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("Take fifty of them.", "Take 50 of them."),
+        ("It grew by 5 percent.", "It grew by 5%."),
+        ("The 1st of them.", "The first of them."),
+        ("It cost 1,250.", "It cost 1250."),
+        ("It isn\u2019t his.", "It isn't his."),
+        ("twenty-five cats", "25 cats"),
+    ],
+)
+def test_the_same_written_otherwise_is_no_difference(one: str, other: str) -> None:
+    assert kinds(one, other) == []
+    assert computed(one, other) == []
+
+
+def test_moved_words_are_computed_with_all_that_they_moved_over() -> None:
+    assert computed("So Bob paid Alice in the end.", "So Alice paid Bob in the end.") == [
+        "Bob paid Alice"
+    ]
+    assert kinds("The hut is behind the barn.", "The barn is behind the hut.") == ["order"]
+    assert computed("听说馆长感谢市长。", "听说市长感谢馆长。") == ["馆长感谢市"]
+
+
+def test_a_sentence_that_moved_is_not_computed_with_all_the_text_between() -> None:
+    a, b, c = "The river froze.", "Nobody crossed the long bridge.", "A market was held."
+    assert computed(f"{b} {c} {a}", f"{a} {b} {c}") == [". The river froze"]
+
+
+REACHED = "Turn the lamp on at noon, then leave the room. Lock it."
+
+
+@pytest.mark.parametrize(
+    ("reach", "span"),
+    [
+        (0, "on"),
+        (2, "on at noon"),
+        (3, "on at noon, then"),
+        ("clause", "on at noon,"),
+        ("sentence", "on at noon, then leave the room."),
+        ("text", "on at noon, then leave the room. Lock it."),
+        (99, "on at noon, then leave the room."),
+    ],
+)
+def test_how_far_a_difference_reaches(reach: int | str, span: str) -> None:
+    assert computed(REACHED, REACHED.replace("on at", "off at"), reach) == [span]
+
+
+def test_another_wording_does_not_reach() -> None:
+    assert computed("A red house stood there.", "A blue house stood there.", "text") == ["red"]
+
+
+def test_refusals_say_what_differs() -> None:
+    gate = LexicalGate(2, min_kept=0.5)
+    for target, donor, reason in (
+        ("turn on light", "turn off light", "antonym_differs"),
+        ("30 mg pills", "50 mg pills", "number_differs"),
+        ("never do that", "always do that", "negation_differs"),
+        ("a green valley", "one small town", "number_differs"),
+        ("green valley wide", "sunny old town", "wording_differs"),
+    ):
+        assert gate.accept(target, Candidate(donor, 0.99)) == Decision(False, reason)
+
+
+TEXT = st.text(alphabet="ab不上 .,5\nIs\u0301", max_size=30) | st.text(max_size=20)
+
+
+@given(target=TEXT, donor=TEXT, reach=st.sampled_from([0, 1, "clause", "sentence", "text"]))
+def test_spans_lie_in_the_text_and_apart(target: str, donor: str, reach: int | str) -> None:
+    decision = LexicalGate(reach, min_kept=0).accept(target, Candidate(donor, 0.9))
+    at = -1
+    for span in decision.compute:
+        assert at < span.start < span.end <= len(target)
+        at = span.end
+    assert LexicalGate(reach).accept(target, Candidate(target, 0.9)) == Decision(True)
+
+
+@given(
+    words=st.lists(
+        st.sampled_from(
+            ["red", "not", "5", "mg", "Anna", "Monday", "off", "on", ",", ".", "不", "上"]
+        )
+    )
+)
+def test_every_word_that_is_not_in_the_donor_is_computed(words: list[str]) -> None:
+    donor = "the lamp was on in Rome"
+    target = " ".join(words)
+    inside = " ".join(computed(target, donor))
+    for word in words:
+        assert word in inside or word == "on"
+
+
+@pytest.mark.parametrize("reach", [-1, 1.5, "word", True, None])
+def test_reach_has_a_range(reach: Any) -> None:
+    with pytest.raises(SettingError, match="reach"):
+        LexicalGate(reach)
+
+
+# Several gates --------------------------------------------------------------------------------
+
+
+class Wanting:
+    def __init__(self, *spans: Span) -> None:
+        self.spans = spans
+
+    def accept(self, text: str, candidate: Candidate) -> Decision:
+        return Decision(True, compute=self.spans)
+
+
+def test_all_must_accept_and_what_any_wants_is_computed() -> None:
+    one, two = Span(0, 3), Span(2, 5)
+    both = AllOf([Wanting(one), Wanting(two, one), ThresholdGate(0.5)])
+    assert both.accept("abcdef", Candidate("b", 0.6)) == Decision(True, compute=(one, two))
+    assert both.accept("abcdef", Candidate("b", 0.4)) == Decision(False, "below_threshold")
+
+
+def test_the_first_refusal_counts() -> None:
+    gates: list[Gate] = [ThresholdGate(0.5), LexicalGate()]
+    unlike = Candidate("bond yields fell", 0.4)
+    assert AllOf(gates).accept("it rains", unlike).reason == "below_threshold"
+    assert AllOf(gates[::-1]).accept("it rains", unlike).reason == "wording_differs"
+
+
+def test_no_gate_is_a_mistake() -> None:
+    with pytest.raises(SettingError, match="gates"):
+        AllOf([])
+
+
+# Denied pairs ---------------------------------------------------------------------------------
+
+PAIR = ("Turn the lamp on.", "Turn the lamp off.")
+
+
+def denied(gate: DenyGate, text: str, other: str) -> bool:
+    return gate.accept(text, Candidate(other, 0.99)).reason == "denied"
+
+
+def test_a_denied_pair_holds_in_both_directions_and_after_a_restart(tmp_path: Path) -> None:
+    """F2: no way to remove a false hit."""
+    path = tmp_path / "new" / "denied.json"
+    reader = DenyGate(path)
+    assert not denied(reader, *PAIR)
+    DenyGate(path).deny(*PAIR)
+    for gate in (DenyGate(path), reader):
+        assert denied(gate, *PAIR)
+        assert denied(gate, *PAIR[::-1])
+        assert not denied(gate, PAIR[0], "Turn the lamp up.")
+    assert "lamp" not in path.read_text()
+
+
+def test_writers_do_not_lose_each_others_pairs(tmp_path: Path) -> None:
+    one, two = (DenyGate(tmp_path / "denied.json") for _ in range(2))
+    one.deny("a", "b")
+    two.deny("c", "d")
+    one.deny("e", "f")
+    again = DenyGate(tmp_path / "denied.json")
+    assert all(denied(again, *pair) for pair in ("ab", "cd", "ef"))
+
+
+def test_without_a_file_they_last_as_long_as_the_gate() -> None:
+    gate = DenyGate()
+    gate.deny(*PAIR)
+    assert denied(gate, *PAIR)
+    assert not denied(DenyGate(), *PAIR)
+
+
+def test_a_damaged_list_is_no_empty_list(tmp_path: Path) -> None:
+    path = tmp_path / "denied.json"
+    DenyGate(path).deny(*PAIR)
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(DataError, match=r"denied\.json: denied pairs cannot be read"):
+        denied(DenyGate(path), *PAIR)
