@@ -169,12 +169,16 @@ def _explain_options(one: argparse.ArgumentParser) -> None:
         help="finds similar chunks; none: identical content only (default: %(default)s)",
     )
     one.add_argument(
-        "--min-score", type=float, default=0.85, help="cosine that a similar chunk needs"
+        "--min-score", type=float, default=0.75, help="cosine that a similar chunk needs"
     )
-    one.add_argument("--chunker", choices=("segment", "sentence"), default="segment")
+    one.add_argument(
+        "--chunker",
+        choices=("segment", "sentence", "markdown", "code", "dialogue", "fixed"),
+        default="segment",
+    )
     one.add_argument(
         "--recompute",
-        choices=("none", "epic", "cacheblend", "all"),
+        choices=("none", "epic", "cacheblend", "krige", "all"),
         help="serve the prompt under this rule, to see what is recomputed",
     )
     one.add_argument(

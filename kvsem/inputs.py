@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+from kvsem.chunkers.base import Chunker
+from kvsem.chunkers.code import CodeChunker
+from kvsem.chunkers.dialogue import DialogueChunker
+from kvsem.chunkers.fixed import FixedChunker
+from kvsem.chunkers.markdown import MarkdownChunker
 from kvsem.chunkers.segment import SegmentChunker
 from kvsem.chunkers.sentence import SentenceChunker
 from kvsem.embedders.base import Embedder
@@ -18,6 +24,15 @@ from kvsem.packaged import MODELS, packaged_path
 from kvsem.recompute.base import Recompute
 from kvsem.types import Message, Request, Segment
 from kvsem.workloads.jsonl import JsonlWorkload
+
+CHUNKERS: dict[str, Callable[[], Chunker]] = {
+    "segment": SegmentChunker,
+    "sentence": SentenceChunker,
+    "markdown": MarkdownChunker,
+    "code": CodeChunker,
+    "dialogue": DialogueChunker,
+    "fixed": FixedChunker,
+}
 
 
 def load_model(name: str) -> tuple[str, LM]:
@@ -34,10 +49,9 @@ def make_engine(
     lm: LM, embedder: str, chunker: str, recompute: str, ratio: float, min_score: float
 ) -> Engine:
     """An engine of the parts that the command line names."""
-    chunkers = {"segment": SegmentChunker, "sentence": SentenceChunker}
     return Engine(
         lm,
-        chunker=chunkers[chunker](),
+        chunker=CHUNKERS[chunker](),
         embedder=_embedder(embedder),
         gate=AllOf((ThresholdGate(min_score), LexicalGate())),
         recompute=_rule(recompute, ratio),
@@ -60,6 +74,7 @@ def _rule(name: str, ratio: float) -> Recompute | None:
     from kvsem.recompute.all import AllRecompute
     from kvsem.recompute.cacheblend import CacheBlendRecompute
     from kvsem.recompute.epic import EpicRecompute
+    from kvsem.recompute.krige import KrigeRecompute
 
     match name:
         case "all":
@@ -68,6 +83,8 @@ def _rule(name: str, ratio: float) -> Recompute | None:
             return EpicRecompute(ratio)
         case "cacheblend":
             return CacheBlendRecompute(ratio)
+        case "krige":
+            return KrigeRecompute(ratio)
     return None
 
 

@@ -36,6 +36,7 @@ KEYS = (
     "quality/top1_agreement",
     "quality/f1",
     "reuse/hit_rate",
+    "cost/build_ms",
 )
 SHOWN = KEYS[:5]
 PAIRED = KEYS[:3]
@@ -47,13 +48,15 @@ RULES = (
 )
 
 
-def cells(runs: list[Path]) -> dict[str, Any]:
-    """Ratio -> arm -> key -> estimate, paired differences of ours and every other arm, and PGR."""
+def cells(runs: list[Path], by: str = "recompute_ratio") -> dict[str, Any]:
+    """Ratio (or context) -> arm -> key -> estimate, paired differences of ours and every other arm,
+    and PGR."""
     rows: dict[str, dict[tuple[str, str], Row]] = defaultdict(dict)
     for path in runs:
         run = RunDir.open(path)
-        ratio = yaml.safe_load((path / "config.yaml").read_text())["recompute_ratio"]
-        at = rows[OWN if ratio is None else f"{ratio:g}"]
+        value = yaml.safe_load((path / "config.yaml").read_text())[by]
+        value = value["_target_"].split(".")[-2] if isinstance(value, dict) else value
+        at = rows[OWN if value is None else f"{value:g}" if by == "recompute_ratio" else value]
         known = {arm for _, arm in at}
         new = ((r["request"], r["arm"], r) for r in run.rows() if r["arm"] not in known)
         at |= {(request, arm): row for request, arm, row in new}
@@ -61,7 +64,9 @@ def cells(runs: list[Path]) -> dict[str, Any]:
 
 
 def share(ratio: str) -> str:
-    return "each its own share" if ratio == OWN else f"{float(ratio):.0%}"
+    if ratio == OWN:
+        return "each its own share"
+    return f"{float(ratio):.0%}" if ratio[:1].isdigit() else f"`{ratio}`"
 
 
 def ours(arms: dict[str, Any]) -> str:
@@ -93,7 +98,7 @@ def table(ratio: str, at: dict[str, Any]) -> str:
     mine = ours(at["arms"])
     n = at["arms"][mine][KEYS[0]]["n"]
     lines = [
-        f"**{share(ratio)} recomputed**, n = {n}",
+        f"**{share(ratio)}{' recomputed' if '`' not in share(ratio) else ''}**, n = {n}",
         "",
         "| arm | KL first | KL 16 | answer NLL | FLOP ratio | TTFT speed-up "
         f"| {mine} − arm, first | {mine} − arm, 16 | PGR (NLL) |",
@@ -115,7 +120,7 @@ def overview(key: str) -> str:
     lines = ["| | " + " | ".join(f"`{rule}`" for rule in RULES) + " |", "|---" * 11 + "|"]
     for name, ratios in found.items():
         for ratio, at in ratios.items():
-            if ratio == OWN:
+            if not ratio[:1].isdigit():
                 continue
             arms = at["arms"] | {"krige": at["arms"][ours(at["arms"])]}
             means = [arms.get(rule, {}).get(key, {}).get("mean") for rule in RULES]
@@ -159,11 +164,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", nargs="?", help="of the requests: musique, hotpotqa, dialogue …")
     parser.add_argument("runs", type=Path, nargs="*", help="run folders")
+    parser.add_argument("--by", choices=("recompute_ratio", "context"), default="recompute_ratio")
     given = parser.parse_args()
     if not given.runs:
         print(*(f"{key}\n\n{overview(key)}\n" for key in (*KEYS[:2], KEYS[3])), sep="\n")
         return
-    found = cells(given.runs)
+    found = cells(given.runs, given.by)
     results = HERE / "results"
     results.mkdir(exist_ok=True)
     env = load_run(given.runs[0]).env
