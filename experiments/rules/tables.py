@@ -36,7 +36,6 @@ KEYS = (
     "quality/top1_agreement",
     "quality/f1",
     "reuse/hit_rate",
-    "cost/build_ms",
 )
 SHOWN = KEYS[:5]
 PAIRED = KEYS[:3]
