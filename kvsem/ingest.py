@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvsem import rope
 from kvsem.admit import Admission
 from kvsem.contexts.base import FILLER, Donor
 from kvsem.forward import KVBuffer
@@ -37,7 +38,8 @@ def build(donor: Donor, lm: LM, planner: Planner, admission: Admission) -> None:
     ids, chunks = _laid_out(donor, prompt.ids, n_head, chunks, lm.tokenizer)
     if len(ids) > min(lm.max_tokens, lm.steady_tokens) and donor.company:
         warnings.warn("a passage and its company are longer than the context", stacklevel=2)
-        build(replace(donor, company=(), context="behind_system"), lm, planner, admission)
+        lonely = replace(donor, company=(), context="behind_system", also=())
+        build(lonely, lm, planner, admission)
         return
     lm.check_prompt(len(ids), what=f"the donor prompt of {donor.text[:40]!r}")
     if len(ids) > lm.steady_tokens:
@@ -55,7 +57,45 @@ def build(donor: Donor, lm: LM, planner: Planner, admission: Admission) -> None:
         kv = _exact(ids, namespace, lm, admission)
         admission.publish(kv, ids[:n_head], namespace)
         admission.keep(head, kv, ids, namespace, donor.context)
-        admission.keep(chunks, kv, ids, namespace, donor.context, int(donor.filler))
+        n_more = _average(kv, chunks, donor, lm, planner, admission)
+        approximate = int(donor.filler or n_more > 0)
+        admission.keep(chunks, kv, ids, namespace, donor.context, approximate)
+
+
+def _average(
+    kv: KVBuffer,
+    chunks: Sequence[Chunk],
+    donor: Donor,
+    lm: LM,
+    planner: Planner,
+    admission: Admission,
+) -> int:
+    """The KV of ``chunks`` becomes the mean over the companies of ``donor``, in fp32, keys as they
+    would be at their places in ``kv``; returns over how many besides the first. A company that
+    does not fit, or makes other tokens of the passage, is left out."""
+    if not chunks or not lm.support.get("moved_chunk", (False, ""))[0]:
+        return 0
+    span = slice(chunks[0].start, chunks[-1].end)
+    read = [kv.read(layer, span.stop) for layer in range(lm.n_layers)]
+    sums = [(k[:, :, span].float(), v[:, :, span].float()) for k, v in read]
+    n = 0
+    for company in donor.also:
+        prompt = render(lm.tokenizer, _request(replace(donor, company=company)))
+        passage = [p for p in prompt.pieces if p.kind == "passage"][-1]
+        there = planner.chunks(prompt, passage)
+        ids = prompt.ids[: there[-1].end]
+        fits = len(ids) <= min(lm.max_tokens, lm.steady_tokens)
+        if not fits or [c.key for c in there] != [c.key for c in chunks]:
+            continue
+        other, n = _exact(ids, planner.namespace, lm, admission), n + 1
+        turns = lm.angles([span.start - there[0].start])
+        for layer, (keys, values) in enumerate(sums):
+            k, v = (x[:, :, there[0].start :].float() for x in other.read(layer, len(ids)))
+            keys += rope.shift(k, *turns[lm.layer_types[layer]], lm.pairs[layer])
+            values += v
+    for layer, (keys, values) in enumerate(sums if n else ()):
+        kv.write(layer, span, keys / (n + 1), values / (n + 1))
+    return n
 
 
 def _laid_out(

@@ -23,7 +23,8 @@ FILLER = (
 class Donor:
     """One chunk-to-be and what stands ahead of it in the donor prompt.
 
-    ``company`` texts stand between the system prompt and ``text``. With ``bare`` the text stands
+    ``company`` texts stand between the system prompt and ``text``. With ``also`` the KV stored is
+    the mean over ``company`` and these further ones, and never exact. With ``bare`` the text stands
     behind the tokenizer's BOS only: no system prompt, no template. With ``n_dummies`` so many
     copies of one token stand ahead of it instead of the company. With ``filler`` the KV stored is
     of filler in the place of ``text``, token for token, and never exact. ``context`` is what
@@ -37,6 +38,7 @@ class Donor:
     context: str = "behind_system"
     n_dummies: int = 0
     filler: bool = False
+    also: tuple[tuple[str, ...], ...] = ()
 
 
 class DonorContext(Protocol):

@@ -18,23 +18,30 @@ class InCompany:
     the requests' order nor most further requests change it. It is a passage rather than a turn
     of a conversation where there is a choice, and fewer than ``n`` where there are no more.
     Without any, the passage stands `behind_system`, with one warning.
+
+    With ``draws`` the KV stored is the mean over so many companies, all different: what a passage
+    owes to one company and would not to another falls with their number, and what it owes to any
+    stays. Building costs ``draws`` times as much, an entry as many bytes as ever. Ours.
     """
 
     name = "in_company"
 
-    def __init__(self, n: int = 1) -> None:
-        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-            raise SettingError("context.n", n, "an integer of at least 1")
-        self.n = n
+    def __init__(self, n: int = 1, draws: int = 1) -> None:
+        for name, value in (("context.n", n), ("context.draws", draws)):
+            if type(value) is not int or value < 1:
+                raise SettingError(name, value, "an integer of at least 1")
+        self.n, self.draws = n, draws
 
     def donors(self, requests: Sequence[Request], seed: int) -> list[Donor]:
         met = companions(requests)
         rings = _ring(requests, "passage", "target"), _ring(requests, "turn")
 
         def place(text: str, system: str | None) -> Donor:
-            company = self._draw(rings, met[text], seed, text)
-            context = self.name if company else "behind_system"
-            return Donor(text, system, company, context=context)
+            drawn = self._draw(rings, met[text], seed, text)
+            context = self.name if drawn else "behind_system"
+            more = range(self.n, len(drawn) - self.n + 1, self.n)
+            also = tuple(drawn[i : i + self.n] for i in more)
+            return Donor(text, system, drawn[: self.n], context=context, also=also)
 
         donors = place_passages(requests, place)
         warn_lonely(donors, requests, self.name)
@@ -44,7 +51,7 @@ class InCompany:
         self, rings: Sequence[Ring], banned: set[str], seed: int, text: str
     ) -> tuple[str, ...]:
         drawn: list[str] = []
-        for i in range(self.n):
+        for i in range(self.n * self.draws):
             start = digest("company", seed=seed, text=text, draw=i)
             found = (_next(ring, start, banned | {*drawn}) for ring in rings)
             drawn += next(([one] for one in found if one is not None), [])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvsem import rope
 from kvsem.contexts.base import FILLER, DonorContext
 from kvsem.contexts.behind_dummy import BehindDummy
 from kvsem.contexts.behind_filler import BehindFiller
@@ -18,7 +19,7 @@ from kvsem.lm import LM
 from kvsem.memory.memory import MemorySettings
 from kvsem.metrics.divergence import DivergenceMetric
 from kvsem.recompute.all import AllRecompute
-from kvsem.types import ChunkKV, Request
+from kvsem.types import ChunkKV, Provenance, Request
 from tests.tiny import SYSTEM, exact, prose, relative, tiny_engine
 
 PASSAGES = [prose(seed) for seed in range(4)]
@@ -103,6 +104,57 @@ def test_filler_kv_is_that_of_filler_under_the_passage_s_name(lm: LM) -> None:
         assert holds(lm, entry, np.concatenate([ahead, filler]), len(ahead))
         assert not holds(lm, entry, np.concatenate([ahead, entry.ids]), len(ahead))
         assert (entry.context, entry.depth) == ("filler_kv", 1)
+
+
+def test_several_draws_store_the_mean_and_count_as_approximate(lm: LM) -> None:
+    """Keys as they would be at the place of the first draw; no more bytes than of one."""
+    drawn = InCompany(n=1, draws=3)
+    one = entries(lm, InCompany(n=1))
+    asked = {d.text: (d.company, *d.also) for d in drawn.donors(ALONE, 0)}
+    for text, entry in entries(lm, drawn).items():
+        assert len(asked[text]) == 3
+        assert (entry.position, entry.depth) == (one[text].position, 1)
+        assert entry.nbytes == one[text].nbytes
+        keys, values = [], []
+        for company in asked[text]:
+            ids = ids_to(lm, [*company, text])
+            kv, _ = exact(lm, ids)
+            start = len(ids) - len(entry.ids)
+            own, value = kv.cut(start, len(ids))
+            turns = lm.angles([entry.position - start])
+            kinds = zip(own, lm.layer_types, lm.pairs, strict=True)
+            keys.append([rope.shift(k, *turns[at], pair) for k, at, pair in kinds])
+            values.append(value)
+        for layer in range(lm.n_layers):
+            for got, draws in ((entry.keys, keys), (entry.values, values)):
+                mean = torch.stack([draw[layer] for draw in draws]).mean(0)
+                assert relative(got[layer], mean) < 1e-5
+                assert relative(got[layer], draws[0][layer]) > 1e-3 or layer == 0
+
+
+def test_the_mean_is_never_reused_as_a_segment_and_its_head_is_exact(llama: LM) -> None:
+    engine = tiny_engine(
+        llama, context=InCompany(draws=2), admit="none", reuse=["prefix", "segment"]
+    )
+    engine.ingest(ALONE)
+    (donor, *_) = engine.context.donors(ALONE, 0)
+    served = Request.rag("", [*donor.company, donor.text], "?", system=SYSTEM)
+    assert [m.kind for m in engine.plan(served).matches][-1] == "none"
+    same = tiny_engine(llama, context=InCompany(), admit="none", reuse=["prefix", "segment"])
+    same.ingest(ALONE)
+    assert [m.kind for m in same.plan(served).matches][-1] == "prefix"
+    done = engine.prefill(served)
+    assert done.plan.provenance[: len(head(llama))].tolist() == [Provenance.PREFIX] * len(
+        head(llama)
+    )
+    logits = exact(llama, done.prompt.ids)[1]
+    assert relative(done.logits, logits) < 1e-5
+
+
+def ids_to(lm: LM, passages: list[str]) -> np.ndarray:
+    """The prompt up to the end of its last passage."""
+    prompt = tiny_engine(lm).render(Request.rag("", passages, "Question: ?", system=SYSTEM))
+    return prompt.ids[: [p for p in prompt.pieces if p.kind == "passage"][-1].end]
 
 
 def control(lm: LM, **parts: object) -> Engine:

@@ -30,6 +30,7 @@ from kvsem.workloads.pydoc import PydocWorkload
 CONTEXTS: list[DonorContext] = [
     InCompany(),
     InCompany(n=3),
+    InCompany(n=2, draws=3),
     InCompanyOwn(),
     BehindSystem(),
     BehindFiller(),
@@ -171,6 +172,24 @@ def test_company_does_not_depend_on_the_order_of_requests(
     assert {(d.system, d.text): d for d in forward} == {(d.system, d.text): d for d in backward}
 
 
+@settings(max_examples=300, deadline=None)
+@given(requests=REQUESTS, seed=st.integers(0, 3), n=st.integers(1, 3), draws=st.integers(1, 3))
+def test_further_draws_are_other_whole_companies(
+    requests: list[Request], seed: int, n: int, draws: int
+) -> None:
+    first = {(d.system, d.text): d for d in _quietly(InCompany(n), requests, seed)}
+    for donor in _quietly(InCompany(n, draws), requests, seed):
+        assert donor.company == first[donor.system, donor.text].company
+        met = {t for r in requests if donor.text in _texts(r) for t in _texts(r)}
+        others = [text for company in donor.also for text in company]
+        pool = {t for r in requests if not r.donors for t in _texts(r)}
+        assert len({*donor.company, *others}) == len(donor.company) + len(others)
+        assert not met.intersection(others)
+        assert all(len(company) == n for company in donor.also)
+        if (donor.system, donor.text) not in _given(requests):
+            assert len(donor.also) == max(0, min(draws, len(pool - met) // n) - 1)
+
+
 def test_company_is_drawn_with_the_seed() -> None:
     requests = [_rag(None, [f"passage {i}"], "Why?") for i in range(20)]
     draws = {
@@ -259,6 +278,8 @@ def test_a_number_of_neighbours_dummies_or_words_is_checked(n: Any) -> None:
         Similar(Angles(), n=n)
     with pytest.raises(SettingError, match=r"context\.n=.*from 1 up"):
         BehindDummy(n=n)
+    with pytest.raises(SettingError, match=r"context\.draws=.*of at least 1"):
+        InCompany(draws=n)
     if n is not None:
         with pytest.raises(SettingError, match=r"context\.words=.*from 1 up, or null"):
             BehindFiller(words=n)
