@@ -82,7 +82,7 @@ def cell(rows: list[Row]) -> dict[str, Any]:
     pairs = {
         pair: {key: estimates[key] for key in PAIRED if key in estimates}
         for pair, estimates in summary["pairs"].items()
-        if pair.startswith(f"{ours(kept)}-")
+        if pair.startswith((f"{ours(kept)}-", "random-"))
     }
     return {"arms": kept, "pairs": pairs, "pgr": summary.get("pgr", {})}
 
@@ -109,7 +109,17 @@ def table(ratio: str, at: dict[str, Any]) -> str:
         row += [shown(pair.get(key)) for key in PAIRED[:2]]
         row += [shown(at["pgr"].get(arm, {}).get(PAIRED[2]))]
         lines.append("| " + " | ".join(row) + " |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *against_random(at["pairs"])])
+
+
+def against_random(pairs: dict[str, Any]) -> list[str]:
+    """One line: what `random` is off by more than each rule; a good rule's interval is above 0."""
+    shares = [
+        f"`{pair.removeprefix('random-')}` " + ", ".join(shown(of.get(key)) for key in PAIRED[:2])
+        for pair, of in pairs.items()
+        if pair.startswith("random-") and pair.removeprefix("random-") in RULES
+    ]
+    return ["", "`random` − rule, first and 16: " + "; ".join(shares)] if shares else []
 
 
 def overview(key: str) -> str:

@@ -6,12 +6,13 @@ A new method is tested here as soon as its yaml exists.
 import math
 import re
 from functools import cache
+from inspect import Parameter, signature
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -56,6 +57,23 @@ def names(path: Path) -> str:
 def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("WANDB_MODE", "offline")
+
+
+PARTS_OF = ("aligner", "chunker", "context", "embedder", "eviction", "gate", "metric", "recompute")
+GROUPS = [path for group in PARTS_OF for path in configs(group)]
+
+
+@pytest.mark.parametrize("path", GROUPS, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_a_part_made_in_python_is_the_one_that_its_yaml_makes(path: Path) -> None:
+    """A default is written down twice, and means the same in both places."""
+    given = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(given, dict)
+    parameters = signature(get_class(given.pop("_target_"))).parameters
+    for name, value in given.items():
+        if not str(name).startswith("_") and not isinstance(value, dict):
+            default = parameters[str(name)].default
+            default = list(default) if isinstance(default, tuple) else default
+            assert default in (value, Parameter.empty), f"{name}: {value} in the yaml"
 
 
 @cache

@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from experiments.embeddings.estimate import area, estimate, excess, fitted, spearman
 from experiments.embeddings.pairs import FILES, KINDS, pairs
+from experiments.gates import thresholds
 from experiments.index.run import perturbed
 from experiments.study import DATA
 
@@ -114,3 +116,30 @@ def test_a_mistake_is_one_line(study: str, given: str, said: str) -> None:
     assert done.returncode == 2
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def _pair(similarity: float, kl: float, hit_rate: float = 0.9) -> dict[str, Any]:
+    row = {"similarity": similarity, "kl_first_nats": kl, "hit_rate": hit_rate}
+    return row | {"group": f"{similarity}/{kl}"}
+
+
+def test_a_false_hit_is_above_the_threshold_and_off_by_more_than_the_budget() -> None:
+    rows = [_pair(0.9, 0.001), _pair(0.9, 0.1), _pair(0.7, 0.5), _pair(0.95, 0.3, hit_rate=0.0)]
+    low, high = (thresholds.at(rows, threshold, 0.02) for threshold in (0.6, 0.8))
+    assert (low["hits"], low["false hits"]) == (3, 2)  # what reuses nothing is no hit
+    assert (high["hits"], high["false hits"]) == (2, 1)
+    assert high["kl_first_nats"]["mean"] == pytest.approx(0.101 / 4)
+    assert high["hit_rate"]["mean"] == pytest.approx(1.8 / 4)
+    rate = high["false hits rate"]
+    assert rate["low"] < rate["mean"] == 0.25 < rate["high"]
+
+
+def test_the_threshold_is_chosen_precision_first() -> None:
+    """By the upper end of the interval, and never below a threshold that is too lax."""
+    many = [_pair(0.8 + i / 1000, 0.001) for i in range(200)]
+    rows = [*many, *(_pair(0.75, 0.1 + i) for i in range(30)), _pair(0.71, 0.001)]
+    found = [thresholds.at(rows, threshold, 0.02) for threshold in (0.7, 0.75, 0.8, 0.9)]
+    assert thresholds.lowest(found, 0.05) == 0.8
+    assert thresholds.lowest(found, 0.9) == 0.7
+    assert thresholds.lowest(found, 0.001) is None
+    assert "| 0.75 | 1" not in thresholds.table(found[2:])
