@@ -1,5 +1,7 @@
 """Errors at the boundary: one line that names the field, the value and what would be right."""
 
+from math import inf
+
 
 class KvsemError(Exception):
     """Anything that a user can put right; experiments print it as one line and exit with 2."""
@@ -21,10 +23,21 @@ class ModelError(KvsemError):
     """A model is missing, incomplete, or asked for what it cannot do."""
 
 
+def is_number(value: object) -> bool:
+    """Whether it is a finite real number; neither true nor false is."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < inf
+
+
 def check_range(field: str, value: float, low: float, high: float) -> None:
-    """Raise `SettingError` unless ``low <= value <= high`` (NaN is outside)."""
-    if not low <= value <= high:
+    """Raise `SettingError` unless ``value`` is a number and ``low <= value <= high``."""
+    if not (is_number(value) and low <= value <= high):
         raise SettingError(field, value, f"a number from {low} to {high}")
+
+
+def check_count(field: str, value: int, at_least: int) -> None:
+    """Raise `SettingError` unless ``value`` is a whole number from ``at_least``."""
+    if type(value) is not int or value < at_least:
+        raise SettingError(field, value, f"a whole number from {at_least}")
 
 
 def one_line(error: BaseException) -> str:

@@ -25,7 +25,8 @@ def build(donor: Donor, lm: LM, planner: Planner, admission: Admission) -> None:
     """One exact forward over the donor prompt, up to the end of its passage.
 
     Leaves its chunks, and the head of its prompt as prefix pages; nothing that is there already
-    is computed again.
+    is computed again. Where the first company does not fit, the passage stands behind the system
+    prompt instead, with a warning, and its further companies (``also``) are left out too.
     """
     prompt = render(lm.tokenizer, _request(donor))
     last = [p for p in prompt.pieces if p.kind == "passage" and p.text == donor.text.strip()]

@@ -13,31 +13,41 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
-KINDS = ("negation", "antonym", "unit", "date", "number", "order", "name", "characters", "word")
+from kvsem.lcs import runs
+
+KINDS = (
+    *("negation", "antonym", "unit", "date", "number", "sign", "order", "name", "characters"),
+    "word",
+)
 MEANING = frozenset(KINDS[:-1])  # what a paraphrase leaves alone
 
 _IDEOGRAPH = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _NUMERAL = "零〇一二三四五六七八九十百千万亿"  # of which a number is one word
 _LETTER = rf"[^\W\d_{_IDEOGRAPH}]"
 _WORD = re.compile(
-    rf"(?P<number>\d+(?:[.,:/\-\u2013]\d+)*{_LETTER}*)|(?P<ideograph>[{_NUMERAL}]+|[{_IDEOGRAPH}])"
+    rf"(?P<number>(?:(?<![\w.)\]])[-+\u2212]?\.?)?\d+(?:[.,:/\-\u2013]\d+)*{_LETTER}*)|(?P<ideograph>[{_NUMERAL}]+|[{_IDEOGRAPH}])"
     rf"|(?P<word>{_LETTER}(?:{_LETTER}|\d|['\u2019\-.](?={_LETTER}))*)|(?P<mark>[^\w\s]|_|\w)"
 )
 _STOPS, _PAUSES = set(".!?\u2026\u3002\uff01\uff1f"), set(",;:()[]\u2014\u3001\uff0c\uff1b\uff1a")
+_SYMBOLS = {"Sm", "So", "No"}  # of Unicode: mathematical, other (as emoji), superscripts
+_RAISED = set("\u00b2\u00b3\u00b9\u2070\u2074\u2075\u2076\u2077\u2078\u2079\u00bc\u00bd\u00be")
+_SPACED = " \t\r\n!?.,;:'\")]\u2026\u201d\u2019"  # behind an exclamation
 _SIGNS = set("%\u2030$\u20ac\u00a3\u00a5\u00b0")  # marks that are units
+_OPERATORS = set("+-*/%^&|")  # one for another is no punctuation
+_GROUPED = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _ORDINAL = re.compile(r"(\d+)(?:st|nd|rd|th)")
 _NEGATING = ("un", "in", "im", "il", "ir", "dis", "non", "non-", "mis")
 
 
 @dataclass(frozen=True)
 class Word:
-    """A word, number, ideograph or mark of a text at characters ``[start, end)``. ``key`` is
-    equal where it says the same ("50" and "fifty"); ``sentence`` and ``clause`` count from 0."""
+    """A word, number, ideograph or mark of a text at characters ``[start, end)``; what a line is
+    indented by is a mark. ``key`` is equal where it says the same ("50" and "fifty");
+    ``sentence`` and ``clause`` count from 0."""
 
     start: int
     end: int
@@ -72,15 +82,20 @@ def _lexicon() -> dict[str, Any]:
 
 
 def cut(text: str) -> list[Word]:
-    """The words of ``text`` in order; white space belongs to none."""
+    """The words of ``text`` in order; white space inside a line belongs to none."""
     words: list[Word] = []
     sentence = clause = last = 0
     is_first = True
     for found in _WORD.finditer(text):
         if words and "\n" in text[last : found.start()]:
             sentence, clause, is_first = sentence + 1, clause + 1, True
+            if indent := text[last : found.start()].rpartition("\n")[2]:
+                at = found.start() - len(indent), found.start()
+                words.append(Word(*at, indent, "mark", False, sentence, clause))
         shape, kind = found[0], str(found.lastgroup)
         key, is_name = _key(shape, kind, is_first)
+        if key == "!" and text[found.end() : found.end() + 1].strip(_SPACED):
+            key = "\u00ac"  # "!ready" says "not ready"
         words.append(Word(*found.span(), key, kind, is_name, sentence, clause))
         last, is_first = found.end(), is_first and kind == "mark"
         if kind == "mark" and _ends_sentence(text, words):
@@ -92,24 +107,35 @@ def cut(text: str) -> list[Word]:
 
 def _key(shape: str, kind: str, is_first: bool) -> tuple[str, bool]:
     """Its normal form, and whether it looks like a name."""
-    plain = unicodedata.normalize("NFKC", shape).replace("\u2019", "'")
+    plain = "".join(c if c in _RAISED else unicodedata.normalize("NFKC", c) for c in shape)
+    plain = plain.replace("\u2019", "'").replace("\u2212", "-")
     lower, lists = plain.lower(), _lexicon()
     if kind == "number":
         ordinal = _ORDINAL.fullmatch(lower)
-        return (f"{ordinal[1]}." if ordinal else lower.replace(",", "")), False
+        return f"{ordinal[1]}." if ordinal else _number(lower), False
     if kind != "word":
         return plain, False
     if lower in lists["ordinals"]:
         return f"{lists['ordinals'][lower]}.", False
-    tens, _, ones = lower.partition("-")
+    tens, dash, ones = lower.partition("-")
     parts = [lists["numbers"].get(part) for part in (tens, ones) if part]
-    if None not in parts:
+    if None not in parts and (not dash or (parts[0] in range(20, 100, 10) and 0 < parts[-1] < 10)):
         return str(sum(parts)), False
     if lower == "percent":
         return "%", False
-    is_known = lower in lists["function_words"] or lower in lists["dates"]
+    spells = lower in lists["function_words"] and not (len(plain) > 1 and plain.isupper())
+    is_known = spells or lower in lists["dates"]
     is_name = plain != lower and not is_known
     return (lower if is_first or is_known else plain), is_name
+
+
+def _number(lower: str) -> str:
+    """Without the commas between thousands and the plus ahead; any other comma parts numbers."""
+    signed = lower.removeprefix("+")
+    grouped = _GROUPED.match(signed)
+    if grouped and not signed[grouped.end() :].startswith((",", ".")):
+        signed = grouped[0].replace(",", "") + signed[grouped.end() :]
+    return signed.replace(".", "0.", 1) if signed.lstrip("-").startswith(".") else signed
 
 
 def _ends_sentence(text: str, words: Sequence[Word]) -> bool:
@@ -145,16 +171,11 @@ def differences(target: Sequence[Word], donor: Sequence[Word]) -> list[Differenc
 
 def _blocks(here: list[str], there: list[str]) -> Iterator[tuple[int, int, int, int]]:
     """``(start, end)`` in both of each stretch that is not common."""
-    head = 0
-    while head < min(len(here), len(there)) and here[head] == there[head]:
-        head += 1
-    tail = 0
-    while tail < min(len(here), len(there)) - head and here[-1 - tail] == there[-1 - tail]:
-        tail += 1
-    middle = here[head : len(here) - tail], there[head : len(there) - tail]
-    for tag, a, b, c, d in SequenceMatcher(None, *middle, autojunk=False).get_opcodes():
-        if tag != "equal":
-            yield a + head, b + head, c + head, d + head
+    a = c = 0
+    for i, j, n in [*runs(here, there), (len(here), len(there), 0)]:
+        if a < i or c < j:
+            yield a, i, c, j
+        a, c = i + n, j + n
 
 
 def _kind(target: Sequence[Word], donor: Sequence[Word], a: int, b: int, c: int, d: int) -> str:
@@ -176,8 +197,12 @@ def _of_words(new: Sequence[Word], old: Sequence[Word], around: set[str]) -> set
         if {*said} & lists[name] != {*was} & lists[name]:
             kinds.add(name.removesuffix("s"))
     if Counter(filter(_counts, said)) != Counter(filter(_counts, was)):
-        dated = around & lists["dates"] or any(":" in key or "-" in key for key in said)
+        dated = around & lists["dates"] or any(":" in key or "-" in key[1:] for key in said)
         kinds.add("date" if dated else "number")
+    if Counter(filter(_means, said)) != Counter(filter(_means, was)) or (
+        said and was and {*said, *was} <= _OPERATORS
+    ):
+        kinds.add("sign")
     if any(word.is_name for word in (*new, *old)):
         kinds.add("name")
     if any(word.kind != "mark" for word in (*new, *old)):
@@ -213,7 +238,12 @@ def _negates(key: str) -> bool:
 
 
 def _counts(key: str) -> bool:
-    return key[:1].isdigit() or key in _lexicon()["quantities"]
+    return key.lstrip("-")[:1].isdigit() or key in _lexicon()["quantities"]
+
+
+def _means(key: str) -> bool:
+    """Whether a mark is more than punctuation: an operator, a symbol, a fraction, an indent."""
+    return key.isspace() or (len(key) == 1 and unicodedata.category(key) in _SYMBOLS)
 
 
 def _is_opposite(a: str, b: str) -> bool:

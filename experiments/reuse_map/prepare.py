@@ -1,11 +1,12 @@
 """Donors and targets that differ in known ways, as `workload=jsonl` reads them.
 
-python experiments/reuse_map/prepare.py {prompts,edited,asv,ylt} FOLDER OUT.jsonl [--limit 20]
+python experiments/reuse_map/prepare.py KIND FOLDER OUT.jsonl [--limit 20]
 
 FOLDER holds the public files. prompts: two variants of one product's system prompt, one feature
 switched, a stretch of 6,000 characters of each from 2,000 ahead of where they part; edited: XQuAD
 articles, one sentence in ten replaced by one of another article; asv, ylt: twelve Bible verses, the
-World English Bible behind the American Standard Version or Young's Literal Translation.
+World English Bible behind the American Standard Version or Young's Literal Translation; reviews:
+IMDb reviews that were rewritten to the opposite verdict.
 """
 
 from __future__ import annotations
@@ -92,15 +93,30 @@ def translated(folder: Path, donor: str) -> Iterator[Record]:
         }
 
 
+def reviews(folder: Path) -> Iterator[Record]:
+    """Every fortieth, so that they are spread over the file."""
+    found = read(folder / "paraphrase" / "counterfactual_imdb.jsonl.gz")
+    for review in itertools.islice(found, 0, None, 40):
+        yield {
+            "id": str(review["id"]),
+            "donor": review["original"],
+            "target": review["revised"],
+            "question": "Is this review positive or negative?",
+            "answers": [str(review["label_revised"])],
+        }
+
+
 def records(name: str, folder: Path) -> Iterator[Record]:
     if name == "prompts":
         return prompts(folder)
+    if name == "reviews":
+        return reviews(folder)
     return edited(folder) if name == "edited" else translated(folder, name.upper())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("name", choices=["prompts", "edited", "asv", "ylt"])
+    parser.add_argument("name", choices=["prompts", "edited", "asv", "ylt", "reviews"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--limit", type=int, default=20)

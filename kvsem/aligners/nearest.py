@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from kvsem import rope
-from kvsem.errors import SettingError, check_range
+from kvsem.errors import SettingError, check_range, is_number
 from kvsem.model import Model, needed, taken
 
 BLOCK = 256  # target tokens compared at a time
@@ -26,8 +26,8 @@ class NearestAligner:
 
     def __init__(self, min_score: float = 0.7, theta: float = 10_000.0) -> None:
         check_range("min_score", min_score, -1.0, 1.0)
-        if not theta > 0:
-            raise SettingError("theta", theta, "a number above 0")
+        if not is_number(theta) or theta <= 0:
+            raise SettingError("theta", theta, "a finite number above 0")
         self.min_score, self.theta = min_score, theta
         self._model: Model | None = None
 

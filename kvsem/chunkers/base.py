@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Protocol
 
-from kvsem.errors import SettingError
+from kvsem.errors import SettingError, check_count
 from kvsem.types import Span
 
 
@@ -61,8 +61,7 @@ def ahead_of_space(text: str, at: int) -> int:
 
 
 def check_lengths(max_tokens: int, min_tokens: int = 0) -> None:
-    """Raise `SettingError` for lengths of chunks that contradict each other."""
-    if max_tokens < 1:
-        raise SettingError("max_tokens", max_tokens, "a whole number from 1")
-    if not 0 <= min_tokens <= max_tokens:
+    """Raise `SettingError` for lengths of chunks that are none, or contradict each other."""
+    check_count("max_tokens", max_tokens, 1)
+    if type(min_tokens) is not int or not 0 <= min_tokens <= max_tokens:
         raise SettingError("min_tokens", min_tokens, f"a whole number from 0 to {max_tokens}")

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import regex
 
 from kvsem.chunkers.base import spans_from
-from kvsem.errors import SettingError
+from kvsem.errors import SettingError, check_count
 from kvsem.types import Span
 
 Unit = Literal["characters", "words"]
@@ -31,8 +31,7 @@ class FixedChunker:
     """
 
     def __init__(self, size: int = 500, unit: Unit = "characters") -> None:
-        if size < 1:
-            raise SettingError("size", size, "a whole number from 1")
+        check_count("size", size, 1)
         if unit not in get_args(Unit):
             raise SettingError("unit", unit, f"one of {', '.join(get_args(Unit))}")
         self.size = size

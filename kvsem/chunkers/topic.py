@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from kvsem.chunkers.base import Chunker, check_lengths, pack
-from kvsem.errors import SettingError, check_range
+from kvsem.errors import SettingError, check_count, check_range
 from kvsem.types import Span
 
 
@@ -41,10 +41,13 @@ class TopicChunker:
         max_tokens: int = 256,
         min_tokens: int = 32,
     ) -> None:
+        if isinstance(sentences, str) or not hasattr(sentences, "split"):
+            raise SettingError("sentences", sentences, "a chunker")
+        if not hasattr(embedder, "embed"):
+            raise SettingError("embedder", embedder, "an embedder")
         check_lengths(max_tokens, min_tokens)
         check_range("depth", depth, 0.0, 2.0)
-        if window < 1:
-            raise SettingError("window", window, "a whole number from 1")
+        check_count("window", window, 1)
         self.sentences, self.embedder = sentences, embedder
         self.depth, self.window = depth, window
         self.max_tokens, self.min_tokens = max_tokens, min_tokens

@@ -58,26 +58,29 @@ def place_passages(
 
     The target of a donor/target record is not placed: it is what the donor stands in for.
     """
-    given = {(r.system, text): Donor(text, r.system) for r in requests for text in r.donors}
+    given = _given(requests)
     keys = ((r.system, text) for r in requests for text in r.donors or r.segments(*PASSAGES))
-    return [given.get(key) or place(key[1], key[0]) for key in dict.fromkeys(keys)]
+    return [
+        Donor(text, system) if (system, text.strip()) in given else place(text, system)
+        for system, text in dict.fromkeys(keys)
+    ]
 
 
 def companions(requests: Sequence[Request]) -> dict[str, set[str]]:
-    """Text → every text of the requests that hold it, itself included."""
+    """Text → every text of the requests that hold it, itself included; all of them stripped."""
     met: dict[str, set[str]] = defaultdict(set)
     for request in requests:
-        texts = set(request.segments(*PASSAGES))
+        texts = {text.strip() for text in request.segments(*PASSAGES)}
         for text in texts:
             met[text] |= texts
     return met
 
 
 def predecessors(requests: Sequence[Request]) -> dict[str, set[str]]:
-    """Text → the texts directly ahead of it in any prompt."""
+    """Text → the texts directly ahead of it in any prompt; all of them stripped."""
     ahead: dict[str, set[str]] = defaultdict(set)
     for request in requests:
-        texts = [s.text for message in request.messages for s in message.segments]
+        texts = [s.text.strip() for message in request.messages for s in message.segments]
         for before, text in pairwise(texts):
             ahead[text].add(before)
     return ahead
@@ -85,11 +88,16 @@ def predecessors(requests: Sequence[Request]) -> dict[str, set[str]]:
 
 def warn_lonely(donors: Sequence[Donor], requests: Sequence[Request], name: str) -> None:
     """One warning where passages without donors of their own fell back to ``behind_system``."""
-    given = {(r.system, text) for r in requests for text in r.donors}
-    n_lonely = sum(d.context == "behind_system" and (d.system, d.text) not in given for d in donors)
-    if n_lonely:
+    given = _given(requests)
+    lonely = (d for d in donors if d.context == "behind_system")
+    if n_lonely := sum((d.system, d.text.strip()) not in given for d in lonely):
         warnings.warn(
             f"context={name}: no company for {n_lonely} of {len(donors)} passages, which stand "
             "directly behind the system prompt instead",
             stacklevel=3,
         )
+
+
+def _given(requests: Sequence[Request]) -> set[tuple[str | None, str]]:
+    """(system, text) of the donors of donor/target records, stripped."""
+    return {(r.system, text.strip()) for r in requests for text in r.donors}

@@ -37,7 +37,7 @@ class InCompany:
         rings = _ring(requests, "passage", "target"), _ring(requests, "turn")
 
         def place(text: str, system: str | None) -> Donor:
-            drawn = self._draw(rings, met[text], seed, text)
+            drawn = self._draw(rings, met[text.strip()], seed, text)
             context = self.name if drawn else "behind_system"
             more = range(self.n, len(drawn) - self.n + 1, self.n)
             also = tuple(drawn[i : i + self.n] for i in more)
@@ -53,7 +53,7 @@ class InCompany:
         drawn: list[str] = []
         for i in range(self.n * self.draws):
             start = digest("company", seed=seed, text=text, draw=i)
-            found = (_next(ring, start, banned | {*drawn}) for ring in rings)
+            found = (_next(ring, start, banned | {d.strip() for d in drawn}) for ring in rings)
             drawn += next(([one] for one in found if one is not None), [])
         return tuple(drawn)
 
@@ -64,7 +64,7 @@ def _ring(requests: Sequence[Request], *kinds: Kind) -> Ring:
 
 
 def _next(ring: Ring, start: str, banned: set[str]) -> str | None:
-    """The first text at or behind ``start``, all the way round, that is not banned."""
+    """The first text at or behind ``start``, all the way round, that is not banned (stripped)."""
     first = bisect_left(ring, (start, ""))
     around = (ring[(first + i) % len(ring)][1] for i in range(len(ring)))
-    return next((text for text in around if text not in banned), None)
+    return next((text for text in around if text.strip() not in banned), None)

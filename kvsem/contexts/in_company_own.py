@@ -23,9 +23,9 @@ class InCompanyOwn:
         ahead = predecessors(requests)
 
         def place(text: str, system: str | None) -> Donor:
-            for others in held[system, text]:
+            for others in held[system, text.strip()]:
                 ranked = sorted(others, key=lambda o: digest("own", seed=seed, text=text, other=o))
-                if last := [other for other in ranked if other not in ahead[text]]:
+                if last := [o for o in ranked if o.strip() not in ahead[text.strip()]]:
                     company = (*(o for o in ranked if o != last[-1]), last[-1])
                     return Donor(text, system, company, context=self.name)
             return Donor(text, system)
@@ -36,10 +36,11 @@ class InCompanyOwn:
 
 
 def _holders(requests: Sequence[Request]) -> dict[tuple[str | None, str], list[list[str]]]:
-    """(system, text) → the other distinct passages of each request that holds it, in order."""
+    """(system, stripped text) → the other distinct passages of each request that holds it."""
     held = defaultdict(list)
     for request in requests:
-        texts = dict.fromkeys(request.segments(*PASSAGES))
+        texts = {text.strip(): text for text in request.segments(*PASSAGES)}
         for text in texts if not request.donors else ():
-            held[request.system, text].append([other for other in texts if other != text])
+            others = [other for stripped, other in texts.items() if stripped != text]
+            held[request.system, text].append(others)
     return held

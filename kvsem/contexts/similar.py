@@ -53,7 +53,7 @@ class Similar:
         near = self._neighbours(requests)
 
         def place(text: str, system: str | None) -> Donor:
-            company = near[text]
+            company = near[text.strip()]
             return Donor(text, system, company, context=self.name if company else "behind_system")
 
         donors = place_passages(requests, place)
@@ -61,17 +61,19 @@ class Similar:
         return donors
 
     def _neighbours(self, requests: Sequence[Request]) -> dict[str, tuple[str, ...]]:
-        """Passage → its company in prompt order; empty where nothing may stand there."""
+        """Stripped passage → its company in prompt order; empty where nothing may stand there."""
         corpus = {t for r in requests if not r.donors for t in r.segments(*PASSAGES)}
-        texts = sorted(corpus, key=lambda text: digest("company", text=text))
+        distinct = {text.strip(): text for text in sorted(corpus)}.values()
+        texts = sorted(distinct, key=lambda text: digest("company", text=text))
         vectors = self.embedder.embed(texts)
         met, ahead = companions(requests), predecessors(requests)
         found = {}
         for text, vector in zip(texts, vectors, strict=True):
             order = np.argsort(-(vectors @ vector).round(5), kind="stable")  # noise breaks no tie
-            banned = {t.strip() for t in ({text} if self.own else met[text])}
+            stripped = text.strip()
+            banned = {stripped} if self.own else met[stripped]
             ranked = [texts[i] for i in order if texts[i].strip() not in banned]
-            found[text] = self._company(ranked, {t.strip() for t in ahead[text]})
+            found[stripped] = self._company(ranked, ahead[stripped])
         return found
 
     def _company(self, ranked: Sequence[str], ahead: set[str]) -> tuple[str, ...]:

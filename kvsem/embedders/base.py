@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kvsem.errors import SettingError
+from kvsem.errors import check_count
 from kvsem.model import Model
 
 REFERENCE = 1  # raise it when a text below changes
@@ -76,9 +76,8 @@ class Embedder(Protocol):
 
 def check_windows(window: int, batch_size: int) -> None:
     """Raise `SettingError` for what is no number of tokens, or of windows."""
-    for field, value, least in (("window", window, 2), ("batch_size", batch_size, 1)):
-        if type(value) is not int or value < least:
-            raise SettingError(field, value, f"a whole number from {least}")
+    check_count("window", window, 2)
+    check_count("batch_size", batch_size, 1)
 
 
 def batches(windows: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:

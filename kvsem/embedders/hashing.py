@@ -9,7 +9,7 @@ from zlib import crc32
 
 import numpy as np
 
-from kvsem.errors import SettingError
+from kvsem.errors import check_count
 
 _VERSION = 1  # raise it when a text's features or their hashes change
 
@@ -23,9 +23,8 @@ class HashingEmbedder:
     """
 
     def __init__(self, dim: int = 512, ngram: int = 3) -> None:
-        for field, value in (("dim", dim), ("ngram", ngram)):
-            if value < 1:
-                raise SettingError(field, value, "a whole number from 1")
+        check_count("dim", dim, 1)
+        check_count("ngram", ngram, 1)
         self.dim = dim
         self.ngram = ngram
         self.identity = f"hashing/{_VERSION} dim={dim} ngram={ngram} normalise=l2"

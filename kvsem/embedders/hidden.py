@@ -13,7 +13,7 @@ from kvsem.embedders.base import (
     check_windows,
     units_of,
 )
-from kvsem.errors import SettingError
+from kvsem.errors import SettingError, check_count
 from kvsem.model import Model, needed, taken
 
 _VERSION = 1  # raise it when what is pooled changes
@@ -34,8 +34,7 @@ class HiddenEmbedder:
         self, n_layers: int = 2, window: int = 512, batch_size: int = 8, standardised: bool = True
     ) -> None:
         check_windows(window, batch_size)
-        if type(n_layers) is not int or n_layers < 1:
-            raise SettingError("n_layers", n_layers, "a whole number from 1")
+        check_count("n_layers", n_layers, 1)
         self.n_layers, self.window, self.batch_size = n_layers, window, batch_size
         self.standardised = standardised
         self._model: Model | None = None

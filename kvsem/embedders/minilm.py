@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvsem.embedders.base import batches
-from kvsem.errors import ModelError, SettingError
+from kvsem.errors import ModelError, check_count
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -37,8 +37,7 @@ class MinilmEmbedder:
     def __init__(
         self, path: str | Path | None = None, device: str = "cpu", batch_size: int = 32
     ) -> None:
-        if batch_size < 1:
-            raise SettingError("batch_size", batch_size, "a whole number from 1")
+        check_count("batch_size", batch_size, 1)
         self.path = _packaged() if path is None else Path(path)
         self.device = device
         self.batch_size = batch_size

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from kvsem.errors import SettingError
 from kvsem.gates.base import Candidate, Decision, Gate
+from kvsem.model import Model, hand
 from kvsem.types import Span
 
 
@@ -19,6 +20,11 @@ class AllOf:
         self.gates = tuple(self.gates)
         if not self.gates:
             raise SettingError("gates", [], "at least one gate")
+
+    def use(self, model: Model) -> None:
+        """Give ``model`` to the gates that want one."""
+        for gate in self.gates:
+            hand(gate, model)
 
     def accept(self, text: str, candidate: Candidate) -> Decision:
         """Refuses as the first gate that does."""

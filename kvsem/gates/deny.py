@@ -6,7 +6,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from kvsem.errors import DataError
+from kvsem.errors import DataError, SettingError
 from kvsem.files import DamagedError, replacing, seal, unseal
 from kvsem.gates.base import Candidate, Decision
 from kvsem.keys import digest
@@ -18,13 +18,15 @@ class DenyGate:
     """Refuses the pairs that `deny` was told, in both directions.
 
     ``path``: the file that keeps them, so that they hold after a restart and for every cache tier
-    and process that reads it; without one they are forgotten with this object. It holds digests of
-    the texts, never the texts. Raises `DataError` where it is damaged: a list of false hits that
-    cannot be read must not count as empty.
+    and process that reads it, made with its folders at the first pair; without one they are
+    forgotten with this object. It holds digests of the texts, never the texts. Raises `DataError`
+    where it is damaged: a list of false hits that cannot be read must not count as empty.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = Path(path).expanduser() if path else None
+        if self.path and (self.path.is_dir() or any(p.is_file() for p in self.path.parents)):
+            raise SettingError("path", str(path), "a file, new or of denied pairs, in a folder")
         self._pairs: set[str] = set()
         self._read_at: tuple[int, int] | None = None  # of the file: time and length
 
@@ -34,11 +36,14 @@ class DenyGate:
         if self.path is None:
             self._pairs.add(pair)
             return
-        with FileLock(f"{self.path}.lock"):
-            self._read()
-            self._pairs.add(pair)
-            with replacing(self.path) as part:
-                part.write_text(seal({"format": FORMAT, "pairs": sorted(self._pairs)}))
+        try:
+            with FileLock(f"{self.path}.lock"):
+                self._read()
+                self._pairs.add(pair)
+                with replacing(self.path) as part:
+                    part.write_text(seal({"format": FORMAT, "pairs": sorted(self._pairs)}))
+        except OSError as error:
+            raise DataError(f"{self.path}: denied pairs cannot be written ({error})") from error
         self._read()
 
     def accept(self, text: str, candidate: Candidate) -> Decision:
@@ -68,6 +73,6 @@ class DenyGate:
 
 
 def _pair(text: str, other: str) -> str:
-    """The same for both orders."""
-    first, second = sorted((text, other))
+    """The same for both orders, and whatever white space is around a text."""
+    first, second = sorted((text.strip(), other.strip()))
     return digest("denied", first=first, second=second)

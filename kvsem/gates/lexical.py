@@ -20,7 +20,8 @@ class LexicalGate:
     Words that the candidate does not have at their place are computed. Behind a number, unit,
     date, negation, opposite, name or order that differs (in Chinese: behind any other character)
     ``reach`` more words of the sentence are computed too, for their KV was made behind the other
-    word; or all up to the end of its ``clause`` or ``sentence``, or of the ``text``. A candidate is
+    word; or all up to the end of its ``clause`` or ``sentence``, or of the ``text``. Behind any
+    other word that was left out one word is. A candidate is
     refused where less than ``min_kept`` of the target's words would be left to reuse.
     """
 
@@ -54,8 +55,7 @@ class LexicalGate:
         meant = False
         for difference in found:
             before, meant = meant, difference.kind in MEANING
-            reach = self.reach if difference.kind in MEANING else None
-            end = difference.end if reach is None else reached(words, difference, reach)
+            end = self._end(words, difference)
             if end <= difference.start:
                 continue
             gap = _island(words, open_[1]) if open_ and before and meant else 0
@@ -67,6 +67,12 @@ class LexicalGate:
             open_ = difference.start, end
         if open_:
             yield open_
+
+    def _end(self, words: Sequence[Word], difference: Difference) -> int:
+        if difference.kind in MEANING:
+            return reached(words, difference, self.reach)
+        was_left_out = difference.start == difference.end and difference.kind == "word"
+        return reached(words, difference, 1) if was_left_out and self.reach else difference.end
 
 
 def _island(words: Sequence[Word], at: int) -> int:

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvsem.errors import SettingError, check_range
+from kvsem.errors import SettingError, check_count, check_range
 from kvsem.recompute.base import Needs, State
 
 
@@ -25,12 +25,10 @@ class CacheBlendRecompute:
         gradual: int = 0,
     ) -> None:
         check_range("recompute.ratio", ratio, 0.0, 1.0)
-        if probe_layer < 0:
-            raise SettingError("recompute.probe_layer", probe_layer, "a layer from 0 up")
+        check_count("recompute.probe_layer", probe_layer, 0)
+        check_count("recompute.gradual", gradual, 0)
         if deviation not in ("value", "key"):
             raise SettingError("recompute.deviation", deviation, "value or key")
-        if gradual < 0:
-            raise SettingError("recompute.gradual", gradual, "a number of layers from 0 up")
         self.ratio, self.probe_layer, self.deviation = ratio, probe_layer, deviation
         self.gradual = gradual
         probed = range(probe_layer, probe_layer + gradual + 1)

@@ -18,8 +18,8 @@ class EpicRecompute:
 
     def __init__(self, ratio: float = 0.15, k: int | None = None) -> None:
         check_range("recompute.ratio", ratio, 0.0, 1.0)
-        if k is not None and k < 0:
-            raise SettingError("recompute.k", k, "a number of tokens from 0 up, or null")
+        if k is not None and (type(k) is not int or k < 0):
+            raise SettingError("recompute.k", k, "a whole number of tokens from 0 up, or null")
         self.ratio, self.k = ratio, k
 
     def tokens(self, layer: int, state: State) -> torch.Tensor:

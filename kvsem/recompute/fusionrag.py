@@ -2,7 +2,7 @@
 
 import torch
 
-from kvsem.errors import SettingError, check_range
+from kvsem.errors import check_count, check_range
 from kvsem.recompute.base import Needs, State
 
 
@@ -20,8 +20,7 @@ class FusionRAGRecompute:
 
     def __init__(self, ratio: float = 0.15, group: int = 1) -> None:
         check_range("recompute.ratio", ratio, 0.0, 1.0)
-        if group < 1:
-            raise SettingError("recompute.group", group, "a number of tokens from 1 up")
+        check_count("recompute.group", group, 1)
         self.ratio, self.group = ratio, group
 
     def tokens(self, layer: int, state: State) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,8 @@ NEAR, FAR = (0.2, 8.0), (0.25, 100.0)  # share, tokens
 OWN = 0.35  # what a token shares with no other
 OWN_HEAD = 4.0  # the same of a chunk's first tokens, whose deviations are larger and their own
 BLOCK = 256  # tokens that are interpolated at a time
+
+Block = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # tokens, which sources, weights
 
 
 class KrigeRecompute:
@@ -102,17 +105,17 @@ def _behind_edits(similar: torch.Tensor, n: int, state: State) -> torch.Tensor:
 class Kriging:
     """Recomputed tokens tell reused ones what they are off by (`kvsem.recompute.base.Spread`).
 
-    Block by block, of at most `BLOCK` tokens of one chunk: ``weights`` fp32 ``[blocks, tokens,
-    sources of the chunk + 1]``, padded with zeros, the last for the prompt's mean; ``pick`` says
-    which deviation each stands for, ``place`` where each token of ``span`` is found. ``mean``:
-    fp32 ``[sources]``, the mean's weights, up to a factor. ``samples``: fp32 ``[chunks, sources]``,
-    1 where the source is a sample of the chunk.
+    Block by block, of at most `BLOCK` tokens of one chunk, those of about one size together:
+    ``weights`` fp32 ``[blocks, tokens, sources of the chunk + 1]``, padded with zeros, the last for
+    the prompt's mean; ``pick`` says which deviation each stands for, ``place`` where each token of
+    ``span`` is found. ``mean``: fp32 ``[sources]``, the mean's weights, up to a factor.
+    ``samples``: fp32 ``[chunks, sources]``, 1 where the source is a sample of the chunk.
     """
 
     sources: torch.Tensor
     span: slice
-    weights: torch.Tensor
-    pick: torch.Tensor
+    weights: tuple[torch.Tensor, ...]
+    pick: tuple[torch.Tensor, ...]
     place: torch.Tensor
     mean: torch.Tensor
     samples: torch.Tensor
@@ -128,7 +131,7 @@ class Kriging:
     ) -> Kriging:
         sources = (heads | samples).nonzero()[:, 0]
         mean, sampled = torch.zeros(len(sources)), torch.zeros(len(chunks), len(sources))
-        blocks = []  # (tokens, which of the sources, weights of tokens over sources and mean)
+        blocks: list[Block] = []
         for row, (start, end) in zip(sampled, chunks, strict=True):
             own = ((sources >= start) & (sources < end)).nonzero()[:, 0]
             at = sources[own]
@@ -144,20 +147,26 @@ class Kriging:
         return cls(sources, span, *_padded(blocks, span, len(sources)), mean, sampled)
 
     def to(self, device: torch.device) -> Kriging:
-        tensors = (self.weights, self.pick, self.place, self.mean, self.samples)
-        there = (tensor.to(device) for tensor in tensors)
-        return Kriging(self.sources.to(device), self.span, *there)
+        weights, pick = (
+            tuple(tensor.to(device) for tensor in own) for own in (self.weights, self.pick)
+        )
+        rest = (tensor.to(device) for tensor in (self.place, self.mean, self.samples))
+        return Kriging(self.sources.to(device), self.span, weights, pick, *rest)
 
     @property
     def per_column(self) -> int:
-        return self.weights.numel() + self.samples.numel() + len(self.mean)
+        weights = sum(own.numel() for own in self.weights)
+        return weights + self.samples.numel() + len(self.mean)
 
     def carry(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         known = torch.cat([keys, values], dim=1)
         mean = torch.cat([self._mean(keys), self._mean(values)])
-        picked = torch.cat([known, mean[None]])[self.pick]
-        carried = torch.bmm(self.weights, picked.view(len(self.weights), -1, len(mean)))
-        carried = carried.flatten(0, 1)[self.place]
+        told = torch.cat([known, mean[None]])
+        parts = [
+            torch.bmm(weights, told[pick].view(len(weights), -1, len(mean))).flatten(0, 1)
+            for weights, pick in zip(self.weights, self.pick, strict=True)
+        ]
+        carried = torch.cat(parts)[self.place]
         return carried[:, : keys.shape[1]], carried[:, keys.shape[1] :]
 
     def _mean(self, deviations: torch.Tensor) -> torch.Tensor:
@@ -172,20 +181,30 @@ class Kriging:
 
 
 def _padded(
-    blocks: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], span: slice, n_sources: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    blocks: list[Block], span: slice, n_sources: int
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], torch.Tensor]:
     """`Kriging`'s weights, pick and place. The row behind a block's last token is all zero."""
-    height = max(len(tokens) for tokens, *_ in blocks) + 1
-    width = max(len(own) for _, own, _ in blocks) + 1
-    weights = torch.zeros(len(blocks), height, width)
-    pick = torch.full((len(blocks), width), n_sources)
-    place = torch.full((span.stop - span.start,), height - 1)
-    for i, (tokens, own, of_block) in enumerate(blocks):
-        weights[i, : len(tokens), : len(own)] = of_block[:, :-1]
-        weights[i, : len(tokens), -1] = of_block[:, -1]
-        pick[i, : len(own)] = own
-        place[tokens - span.start] = i * height + torch.arange(len(tokens))
-    return weights, pick.flatten(), place
+    alike: dict[tuple[int, int], list[Block]] = defaultdict(list)
+    for tokens, own, of_block in blocks:
+        size = len(tokens).bit_length(), len(own).bit_length()
+        alike[size].append((tokens, own, of_block))
+    place = torch.full((span.stop - span.start,), -1)
+    all_weights, all_pick, first = [], [], 0
+    for group in alike.values():
+        height = max(len(tokens) for tokens, *_ in group) + 1
+        width = max(len(own) for _, own, _ in group) + 1
+        weights = torch.zeros(len(group), height, width)
+        pick = torch.full((len(group), width), n_sources)
+        for i, (tokens, own, of_block) in enumerate(group):
+            weights[i, : len(tokens), : len(own)] = of_block[:, :-1]
+            weights[i, : len(tokens), -1] = of_block[:, -1]
+            pick[i, : len(own)] = own
+            place[tokens - span.start] = first + i * height + torch.arange(len(tokens))
+        all_weights.append(weights)
+        all_pick.append(pick.flatten())
+        first += len(group) * height
+    place[place < 0] = first - 1
+    return tuple(all_weights), tuple(all_pick), place
 
 
 def _covariance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvsem.errors import SettingError, check_range
+from kvsem.errors import check_count, check_range
 from kvsem.recompute.base import Needs, State
 
 
@@ -18,8 +18,7 @@ class KVShareRecompute:
 
     def __init__(self, ratio: float = 0.15, probe_layer: int = 1) -> None:
         check_range("recompute.ratio", ratio, 0.0, 1.0)
-        if probe_layer < 0:
-            raise SettingError("recompute.probe_layer", probe_layer, "a layer from 0 up")
+        check_count("recompute.probe_layer", probe_layer, 0)
         self.ratio, self.probe_layer = ratio, probe_layer
         self.needs = Needs(fresh_layers=(probe_layer,), question_attention=True)
 

@@ -18,7 +18,7 @@ class RefineRecompute:
 
     def __init__(self, ratio: float = 0.15, sweeps: int = 2) -> None:
         check_range("recompute.ratio", ratio, 0.0, 1.0)
-        if sweeps not in (1, 2, 3):
+        if type(sweeps) is not int or sweeps not in (1, 2, 3):
             raise SettingError("recompute.sweeps", sweeps, "1, 2 or 3")
         self.ratio, self.sweeps = ratio, sweeps
         self.needs = Needs(question_attention=True, sweeps=sweeps)

@@ -69,9 +69,9 @@ def test_a_part_made_in_python_is_the_one_that_its_yaml_makes(path: Path) -> Non
     given = OmegaConf.to_container(OmegaConf.load(path))
     assert isinstance(given, dict)
     parameters = signature(get_class(given.pop("_target_"))).parameters
-    for name, value in given.items():
-        if not str(name).startswith("_") and not isinstance(value, dict):
-            default = parameters[str(name)].default
+    for name, value in ((str(name), value) for name, value in given.items()):
+        if not name.startswith("_") and not isinstance(value, dict):
+            default = parameters[name].default
             default = list(default) if isinstance(default, tuple) else default
             assert default in (value, Parameter.empty), f"{name}: {value} in the yaml"
 

@@ -3,6 +3,7 @@
 import ast
 import gzip
 import json
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -424,7 +425,8 @@ class ByWord:
 
 
 def topic(**more: Any) -> TopicChunker:
-    return TopicChunker(SentenceChunker(1), ByWord(), **{"min_tokens": 0, **more})
+    parts: dict[str, Any] = {"sentences": SentenceChunker(1), "embedder": ByWord(), "min_tokens": 0}
+    return TopicChunker(**parts | more)
 
 
 @pytest.mark.parametrize("window", [1, 2])
@@ -472,6 +474,8 @@ def test_similarities_and_valleys() -> None:
 
 # all ------------------------------------------------------------------------------------------
 
+WRONG: tuple[Any, ...] = (2.5, math.nan, "abc", None, True)  # no whole number
+
 
 @pytest.mark.parametrize(
     ("make", "field"),
@@ -484,6 +488,14 @@ def test_similarities_and_valleys() -> None:
         (lambda: topic(window=0), "window"),
         (lambda: topic(depth=-0.1), "depth"),
         (lambda: topic(max_tokens=1, min_tokens=2), "min_tokens"),
+        *((lambda bad=bad: FixedChunker(bad), "size") for bad in WRONG),
+        *((lambda bad=bad: MarkdownChunker(bad), "max_tokens") for bad in WRONG),
+        *((lambda bad=bad: CodeChunker(8, bad), "min_tokens") for bad in WRONG),
+        *((lambda bad=bad: DialogueChunker(bad), "max_tokens") for bad in WRONG),
+        *((lambda bad=bad: topic(window=bad), "window") for bad in WRONG),
+        *((lambda bad=bad: topic(depth=bad), "depth") for bad in ("abc", None, True, math.nan)),
+        *((lambda bad=bad: topic(sentences=bad), "sentences") for bad in (None, "abc", 3)),
+        *((lambda bad=bad: topic(embedder=bad), "embedder") for bad in (None, "abc", 3)),
     ],
 )
 def test_settings_are_checked(make: Any, field: str) -> None:

@@ -272,6 +272,66 @@ def test_a_twin_with_other_white_space_is_no_neighbour() -> None:
     assert _similar(requests, n=1)["0"] == ("50",)
 
 
+def test_twins_are_no_two_neighbours() -> None:
+    requests = [_rag(None, ["0", "50"], "Why?"), _rag(None, [" 0 ", "60"], "Why?")]
+    assert [text.strip() for text in _similar(requests, n=3)["50"]] == ["0", "60"]
+
+
+def _padded(text: str) -> st.SearchStrategy[str]:
+    return st.sampled_from([text, f"{text} ", f"\n{text}"])
+
+
+TWINS = st.lists(
+    st.builds(
+        _rag,
+        st.none(),
+        st.lists(st.sampled_from("abcde").flatmap(_padded), min_size=1, max_size=3),
+        st.just("Why?"),
+    ),
+    max_size=5,
+)
+
+
+@pytest.mark.parametrize("context", CONTEXTS, ids=lambda c: f"{c.name}-{getattr(c, 'n', '')}")
+@settings(max_examples=150, deadline=None)
+@given(requests=TWINS, seed=st.integers(0, 3))
+def test_twins_with_other_white_space_are_one_text(
+    context: DonorContext, requests: list[Request], seed: int
+) -> None:
+    """No passage stands behind itself, its predecessor, or twice in the same company."""
+    held = [[text.strip() for text in _texts(r)] for r in requests]
+    ahead = {pair for texts in held for pair in pairwise(texts)}
+    for donor in _quietly(context, requests, seed):
+        text = donor.text.strip()
+        company = [other.strip() for part in (donor.company, *donor.also) for other in part]
+        assert text not in company
+        assert len(set(company)) == len(company)
+        if donor.company:
+            assert (donor.company[-1].strip(), text) not in ahead
+        if isinstance(context, InCompany):
+            assert not {t for texts in held if text in texts for t in texts} & {*company}
+
+
+def test_a_twin_of_a_given_donor_stands_behind_the_system_prompt_too() -> None:
+    requests = [_rag(None, ["a", "d "], "Why?"), _pair(None, "d", "t")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert InCompanyOwn().donors(requests, 0) == [
+            Donor("a", None, ("d ",), context="in_company_own"),
+            Donor("d ", None),
+            Donor("d", None),
+        ]
+
+
+def test_white_space_that_makes_no_twins_changes_no_draw() -> None:
+    requests = [_rag(None, [f"passage {i}\n", f" {i}"], "Why?") for i in range(6)]
+    drawn = InCompany(2, 2).donors(requests, 0)[0]
+    assert drawn.company == (" 5", "passage 5\n")
+    assert drawn.also == ((" 1", "passage 2\n"),)
+    own = InCompanyOwn().donors([_rag(None, [f"passage {i}\n" for i in range(5)], "Why?")], 0)[0]
+    assert own.company == tuple(f"passage {i}\n" for i in (4, 2, 3, 1))
+
+
 @pytest.mark.parametrize("n", [0, -1, True, 1.5, "1", None])
 def test_a_number_of_neighbours_dummies_or_words_is_checked(n: Any) -> None:
     with pytest.raises(SettingError, match=r"context\.n=.*from 1 up"):

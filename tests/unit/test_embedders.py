@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -118,8 +119,10 @@ def test_minilm_identity(minilm: MinilmEmbedder, tmp_path: Path) -> None:
 def test_minilm_without_a_model_says_where_it_looked(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=str(tmp_path / "none")):
         MinilmEmbedder(tmp_path / "none")
-    with pytest.raises(SettingError, match="batch_size"):
-        MinilmEmbedder(batch_size=0)
+    bad: Any
+    for bad in (0, 1.5, "abc"):
+        with pytest.raises(SettingError, match="batch_size"):
+            MinilmEmbedder(batch_size=bad)
 
 
 # --- hashing ---
@@ -182,7 +185,8 @@ def test_hashing_identity_names_its_settings() -> None:
     assert len(identities) == 3
 
 
-@pytest.mark.parametrize("bad", [{"dim": 0}, {"ngram": 0}])
-def test_hashing_settings_are_checked(bad: dict[str, int]) -> None:
-    with pytest.raises(SettingError, match=next(iter(bad))):
-        HashingEmbedder(**bad)
+@pytest.mark.parametrize("name", ["dim", "ngram"])
+@pytest.mark.parametrize("value", [0, 1.5, True, "abc", None])
+def test_hashing_settings_are_checked(name: str, value: Any) -> None:
+    with pytest.raises(SettingError, match=f"{name}=.*: expected a whole number from 1"):
+        HashingEmbedder(**{name: value})

@@ -1,6 +1,7 @@
 """The threshold gate: its edge, its reasons, its range."""
 
 import math
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_noise_at_the_threshold_decides_nothing() -> None:
     assert {decide(0.85 + noise).accepted for noise in (-2e-7, 0.0, 2e-7)} == {True}
 
 
-@pytest.mark.parametrize("min_score", [-2, 1.01, math.nan])
-def test_range(min_score: float) -> None:
-    with pytest.raises(SettingError, match="min_score"):
+@pytest.mark.parametrize("min_score", [-2, 1.01, math.nan, "abc", True, None])
+def test_range(min_score: Any) -> None:
+    with pytest.raises(SettingError, match=r"min_score=.*: expected a number from -1.0 to 1.0"):
         ThresholdGate(min_score)

@@ -31,7 +31,18 @@ PLUGS = {
     "metrics", "recompute", "workloads",
 }  # fmt: skip
 LAYERS: tuple[set[str], ...] = (
-    {"errors", "files", "model", "types", "keys", "rope", "packaged", "pretrained", "records"}
+    {
+        "errors",
+        "files",
+        "lcs",
+        "model",
+        "types",
+        "keys",
+        "rope",
+        "packaged",
+        "pretrained",
+        "records",
+    }
     | {"wording"},
     {
         "admit",

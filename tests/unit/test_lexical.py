@@ -90,7 +90,7 @@ def test_moved_words_are_computed_with_all_that_they_moved_over() -> None:
 
 def test_a_sentence_that_moved_is_not_computed_with_all_the_text_between() -> None:
     a, b, c = "The river froze.", "Nobody crossed the long bridge.", "A market was held."
-    assert computed(f"{b} {c} {a}", f"{a} {b} {c}") == [". The river froze"]
+    assert computed(f"{b} {c} {a}", f"{a} {b} {c}") == ["The river froze."]
 
 
 REACHED = "Turn the lamp on at noon, then leave the room. Lock it."
@@ -162,6 +162,12 @@ def test_reach_has_a_range(reach: Any) -> None:
         LexicalGate(reach)
 
 
+@pytest.mark.parametrize("min_kept", [None, "abc", True, 1.5])
+def test_the_share_to_keep_has_a_range(min_kept: Any) -> None:
+    with pytest.raises(SettingError, match=r"min_kept=.*: expected a number from 0.0 to 1.0"):
+        LexicalGate(min_kept=min_kept)
+
+
 # Several gates --------------------------------------------------------------------------------
 
 
@@ -212,6 +218,26 @@ def test_a_denied_pair_holds_in_both_directions_and_after_a_restart(tmp_path: Pa
         assert denied(gate, *PAIR[::-1])
         assert not denied(gate, PAIR[0], "Turn the lamp up.")
     assert "lamp" not in path.read_text()
+
+
+def test_white_space_around_a_denied_text_says_nothing() -> None:
+    """Chunks are stripped before a gate sees them; what a user denies may not be."""
+    gate = DenyGate()
+    gate.deny(f"{PAIR[0]}\n", f" {PAIR[1]}")
+    assert denied(gate, *PAIR)
+
+
+@pytest.mark.parametrize("name", [".", "file/denied.json"])
+def test_what_can_be_no_file_of_pairs_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingError, match="path="):
+        DenyGate(tmp_path / name)
+
+
+def test_pairs_that_cannot_be_written_are_one_line() -> None:
+    gate = DenyGate("/proc/nowhere/denied.json")
+    with pytest.raises(DataError, match=r"denied\.json: denied pairs cannot be written"):
+        gate.deny(*PAIR)
 
 
 def test_writers_do_not_lose_each_others_pairs(tmp_path: Path) -> None:

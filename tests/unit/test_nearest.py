@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,7 +125,10 @@ def test_the_embedding_table_is_read_as_it_is_now() -> None:
     assert aligner.align(*ids).tolist() == [0]
 
 
-@pytest.mark.parametrize("bad", [{"min_score": 1.5}, {"min_score": float("nan")}, {"theta": 0.0}])
-def test_settings_are_checked(bad: dict[str, float]) -> None:
-    with pytest.raises(SettingError, match=next(iter(bad))):
-        NearestAligner(**bad)
+@pytest.mark.parametrize("name", ["min_score", "theta"])
+@pytest.mark.parametrize("value", [-1.5, np.inf, np.nan, "abc", None, True])
+def test_settings_are_checked(name: str, value: Any) -> None:
+    with pytest.raises(SettingError, match=rf"{name}=.*: expected a"):
+        NearestAligner(**{name: value})
+    with pytest.raises(SettingError, match="theta"):
+        NearestAligner(theta=0.0)

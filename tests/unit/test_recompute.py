@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -20,10 +21,13 @@ from kvsem.recompute.all import AllRecompute
 from kvsem.recompute.base import Adjusts, State
 from kvsem.recompute.cacheblend import CacheBlendRecompute
 from kvsem.recompute.epic import EpicRecompute
+from kvsem.recompute.fusionrag import FusionRAGRecompute
 from kvsem.recompute.krige import KrigeRecompute
+from kvsem.recompute.kvshare import KVShareRecompute
 from kvsem.recompute.none import NoRecompute
 from kvsem.recompute.random import RandomRecompute
 from kvsem.recompute.random_kv import RandomKV
+from kvsem.recompute.refine import RefineRecompute
 from kvsem.recompute.zero_kv import ZeroKV
 
 N, LAYERS = 40, 4
@@ -72,6 +76,13 @@ def ran(rule: Any, given: State) -> list[torch.Tensor]:
 
 def test_yamls_are_found() -> None:
     assert len(YAMLS) >= 7
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=lambda p: p.stem)
+def test_a_yaml_names_all_settings(path: Path) -> None:
+    given = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(given, dict)
+    assert {*signature(get_class(given["_target_"])).parameters} <= {*given}
 
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda p: p.stem)
@@ -203,9 +214,9 @@ def test_controls_replace_what_was_reused() -> None:
     assert noise.adjust(0, keys.bfloat16(), values, state())[0].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("ratio", [-0.1, 1.5, float("nan")])
+@pytest.mark.parametrize("ratio", [-0.1, 1.5, float("nan"), "abc", None, True])
 @pytest.mark.parametrize("rule", [RandomRecompute, EpicRecompute, CacheBlendRecompute])
-def test_a_ratio_out_of_range_is_refused(rule: Any, ratio: float) -> None:
+def test_a_ratio_out_of_range_is_refused(rule: Any, ratio: Any) -> None:
     with pytest.raises(SettingError, match=r"recompute.ratio=.*: expected a number from 0.0 to 1"):
         rule(ratio)
 
@@ -217,6 +228,23 @@ def test_other_settings_out_of_range_are_refused() -> None:
         CacheBlendRecompute(probe_layer=-1)
     with pytest.raises(SettingError, match=r"recompute\.deviation='norm': expected value or key"):
         CacheBlendRecompute(deviation="norm")
+
+
+@pytest.mark.parametrize(
+    ("rule", "name"),
+    [
+        (EpicRecompute, "k"),
+        (FusionRAGRecompute, "group"),
+        (RefineRecompute, "sweeps"),
+        (CacheBlendRecompute, "probe_layer"),
+        (CacheBlendRecompute, "gradual"),
+        (KVShareRecompute, "probe_layer"),
+    ],
+)
+@pytest.mark.parametrize("value", [2.5, 2.0, True, "abc", float("nan")])
+def test_what_is_no_whole_number_is_refused(rule: Any, name: str, value: Any) -> None:
+    with pytest.raises(SettingError, match=rf"recompute\.{name}={value!r}: expected"):
+        rule(**{name: value})
 
 
 @settings(max_examples=50, deadline=None)
@@ -290,6 +318,24 @@ def test_kriging_is_the_best_linear_predictor(block: int, monkeypatch: pytest.Mo
                 want = towards @ np.linalg.solve(among, x.double().numpy())
             assert np.abs(found[token - spread.span.start].numpy() - want).max() < 1e-4
     assert not any(t[~(given.matched & ~chosen)[spread.span]].any() for t in carried)
+
+
+@pytest.mark.parametrize(
+    "lengths", [[150] * 20, [8] * 200 + [1500], [1] * 300 + [200], [8] * 400 + [3000], [700, 5, 90]]
+)
+def test_kriging_costs_its_sources_times_its_tokens_whatever_the_chunks(lengths: list[int]) -> None:
+    """Short chunks beside a long one are not padded to its size."""
+    n, edges = sum(lengths), np.cumsum([0, *lengths]).tolist()
+    mask = torch.ones(n, dtype=torch.bool)
+    rule = KrigeRecompute(0.06)
+    given = State(n, mask, ~mask, list(pairwise(edges)))
+    spread = rule.spread(given)
+    assert spread is not None
+    at = spread.sources
+    own = [int(((at >= a) & (at < b)).sum()) for a, b in given.chunks]
+    told = sum((k + 1) * (b - a - k) for k, (a, b) in zip(own, given.chunks, strict=True))
+    apart = len(at) * (len(lengths) + 1)  # sums of chunks and mean, for what the prompt shares
+    assert spread.per_column <= 4 * told + apart
 
 
 def test_kriging_of_one_chunk_and_of_chunks_without_samples() -> None:
