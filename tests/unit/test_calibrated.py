@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from kvsem.engine import Engine
 from kvsem.errors import ModelError, SettingError
@@ -80,3 +83,12 @@ def test_the_probe_wants_layers_that_there_are(llama: LM) -> None:
 def test_settings_are_checked(weights: dict[str, float], more: dict[str, float], name: str) -> None:
     with pytest.raises(SettingError, match=name):
         CalibratedGate(weights, 0.0, **more)  # type: ignore[arg-type]
+
+
+def test_the_shipped_weights_are_those_of_the_committed_fit() -> None:
+    root = Path(__file__).parents[2]
+    fit = json.loads((root / "experiments/gates/results/calibrated/calibrated.json").read_text())
+    shipped = OmegaConf.load(root / "conf/gate/calibrated.yaml").gates[0]
+    found = fit["models"][" + ".join(shipped.weights)]
+    assert dict(shipped.weights) == pytest.approx(found["weights"], rel=1e-3)
+    assert shipped.bias == pytest.approx(found["bias"], abs=1e-3)
