@@ -2,7 +2,8 @@
 
 python experiments/gates/measure.py [--each 4] [--reach off 0 2 clause] [--out FOLDER]
 
-``off`` is the threshold alone. Each swap is a tenant of its own: nothing else can be found.
+``off`` is the threshold alone, ``default`` the gate as it is by default, the others its reach and
+no further. Each swap is a tenant of its own: nothing else can be found.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ def chosen(path: Path, each: int, skip: int = 0) -> list[Record]:
 def gate(reach: str) -> Gate:
     if reach == "off":
         return ThresholdGate()
-    return AllOf([ThresholdGate(), LexicalGate(int(reach) if reach.isdigit() else reach)])
+    if reach == "default":
+        return AllOf([ThresholdGate(), LexicalGate()])
+    own = LexicalGate(int(reach) if reach.isdigit() else reach, wide_from=None)
+    return AllOf([ThresholdGate(), own])
 
 
 def rows(lm: LM, records: Sequence[Record], reaches: Sequence[str]) -> Iterator[Record]:

@@ -10,6 +10,7 @@ from kvsem.gates.base import Candidate, Decision
 from kvsem.types import Span
 from kvsem.wording import MEANING, Difference, Word, cut, differences, reached
 
+WIDE, WIDE_OTHER, MOST_OTHER = 16, 40, 3  # one word in so many, and at most so many words
 _REACH = ("clause", "sentence", "text")
 
 
@@ -21,12 +22,17 @@ class LexicalGate:
     date, negation, opposite, name or order that differs (in Chinese: behind any other character)
     ``reach`` more words of the sentence are computed too, for their KV was made behind the other
     word; or all up to the end of its ``clause`` or ``sentence``, or of the ``text``. Behind any
-    other word that was left out one word is. A candidate is
-    refused where less than ``min_kept`` of the target's words would be left to reuse.
+    other word that was left out one word is.
+
+    In a long text of which ``wide_from`` of the words or more are left to reuse all the same, a
+    difference of meaning carries to the end of its clause, at most one word in 16 of the text, and
+    another word one in 40, at most three (None: never; experiments/gates). A candidate is refused
+    where less than ``min_kept`` of the target's words would be left.
     """
 
     reach: int | str = 2
     min_kept: float = 0.25
+    wide_from: float | None = 0.5
 
     def __post_init__(self) -> None:
         is_count = isinstance(self.reach, int) and not isinstance(self.reach, bool)
@@ -35,27 +41,32 @@ class LexicalGate:
                 "reach", self.reach, f"a number of words from 0, or one of {', '.join(_REACH)}"
             )
         check_range("min_kept", self.min_kept, 0.0, 1.0)
+        if self.wide_from is not None:
+            check_range("wide_from", self.wide_from, 0.0, 1.0)
 
     def accept(self, text: str, candidate: Candidate) -> Decision:
         """Refuses with ``number_differs``, ``negation_differs``, … or ``wording_differs``."""
         words = cut(text)
         found = differences(words, cut(candidate.text))
-        spans = list(self._computed(words, found))
+        spans = list(self._computed(words, found, self.wide_from is not None))
+        if self.wide_from is not None and _kept(words, spans) < self.wide_from:
+            spans = list(self._computed(words, found, False))
         if _kept(words, spans) < self.min_kept:
             kind = next((d.kind for d in found if d.kind in MEANING), "wording")
             return Decision(False, f"{kind}_differs")
         return Decision(True, compute=tuple(Span(*_chars(words, span)) for span in spans))
 
     def _computed(
-        self, words: Sequence[Word], found: Sequence[Difference]
+        self, words: Sequence[Word], found: Sequence[Difference], wide: bool
     ) -> Iterator[tuple[int, int]]:
         """Stretches of words, ascending and apart; what is left of a word or two between two
         differences of meaning is no context of its own, and is computed with them."""
         open_: tuple[int, int] | None = None
         meant = False
+        n = sum(word.kind != "mark" for word in words) if wide else 0
         for difference in found:
             before, meant = meant, difference.kind in MEANING
-            end = self._end(words, difference)
+            end = max(self._end(words, difference), _wide_end(words, difference, n))
             if end <= difference.start:
                 continue
             gap = _island(words, open_[1]) if open_ and before and meant else 0
@@ -73,6 +84,15 @@ class LexicalGate:
             return reached(words, difference, self.reach)
         was_left_out = difference.start == difference.end and difference.kind == "word"
         return reached(words, difference, 1) if was_left_out and self.reach else difference.end
+
+
+def _wide_end(words: Sequence[Word], difference: Difference, n: int) -> int:
+    """In a text of ``n`` words; 0: no further than to itself."""
+    if difference.kind in MEANING:
+        within = reached(words, difference, "clause")
+        return min(within, reached(words, difference, n // WIDE)) if n >= WIDE else difference.end
+    far = min(n // WIDE_OTHER, MOST_OTHER)
+    return reached(words, difference, far) if far and difference.kind == "word" else difference.end
 
 
 def _island(words: Sequence[Word], at: int) -> int:

@@ -112,6 +112,34 @@ def test_how_far_a_difference_reaches(reach: int | str, span: str) -> None:
     assert computed(REACHED, REACHED.replace("on at", "off at"), reach) == [span]
 
 
+LONG = " ".join(f"The {i}th lamp stood on the long table, and nobody saw it." for i in range(7))
+
+
+def test_in_a_long_text_of_which_most_stays_a_difference_carries_further() -> None:
+    """84 words: one in 16 behind a difference of meaning, in its clause; two behind another."""
+    assert len([w for w in cut(LONG) if w.kind != "mark"]) == 84
+    for changed, near, wide in (
+        ("The 9th lamp stood on the long table", "9th lamp stood", "9th lamp stood on the long"),
+        ("The 3th lamp stood on the big table", "big", "big table, and"),
+    ):
+        target = LONG.replace(changed.replace("9th", "3th").replace("big", "long"), changed, 1)
+        for wide_from, span in ((None, near), (0.5, wide)):
+            decision = LexicalGate(2, wide_from=wide_from).accept(target, Candidate(LONG, 0.9))
+            assert [target[s.start : s.end] for s in decision.compute] == [span]
+
+
+def test_where_much_differs_it_does_not() -> None:
+    words = LONG.split()
+    target = " ".join("green" if i % 4 == 1 else word for i, word in enumerate(words))
+    decided = [
+        LexicalGate(2, wide_from=share).accept(target, Candidate(LONG, 0.9))
+        for share in (None, 0.5, 0.0)
+    ]
+    assert decided[0] == decided[1]
+    assert decided[0].accepted
+    assert not decided[2].accepted  # three words behind each are all
+
+
 def test_another_wording_does_not_reach() -> None:
     assert computed("A red house stood there.", "A blue house stood there.", "text") == ["red"]
 
@@ -177,6 +205,12 @@ class Wanting:
 
     def accept(self, text: str, candidate: Candidate) -> Decision:
         return Decision(True, compute=self.spans)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, "half", True])
+def test_wide_from_has_a_range(share: Any) -> None:
+    with pytest.raises(SettingError, match="wide_from"):
+        LexicalGate(wide_from=share)
 
 
 def test_all_must_accept_and_what_any_wants_is_computed() -> None:
