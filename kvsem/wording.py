@@ -34,7 +34,7 @@ _WORD = re.compile(
 )
 _STOPS, _PAUSES = set(".!?\u2026\u3002\uff01\uff1f"), set(",;:()[]\u2014\u3001\uff0c\uff1b\uff1a")
 _SYMBOLS = {"Sm", "So", "No"}  # of Unicode: mathematical, other (as emoji), superscripts
-_RAISED = set("\u00b2\u00b3\u00b9\u2070\u2074\u2075\u2076\u2077\u2078\u2079\u00bc\u00bd\u00be")
+_RAISED = re.compile("([\u00b2\u00b3\u00b9\u2070\u2074-\u2079\u00bc-\u00be])")  # 10² is not 102
 _SPACED = " \t\r\n!?.,;:'\")]\u2026\u201d\u2019"  # behind an exclamation
 _SIGNS = set("%\u2030$\u20ac\u00a3\u00a5\u00b0")  # marks that are units
 _OPERATORS = set("+-*/%^&|")  # one for another is no punctuation
@@ -107,7 +107,10 @@ def cut(text: str) -> list[Word]:
 
 def _key(shape: str, kind: str, is_first: bool) -> tuple[str, bool]:
     """Its normal form, and whether it looks like a name."""
-    plain = "".join(c if c in _RAISED else unicodedata.normalize("NFKC", c) for c in shape)
+    plain = "".join(
+        part if _RAISED.match(part) else unicodedata.normalize("NFKC", part)
+        for part in _RAISED.split(shape)
+    )
     plain = plain.replace("\u2019", "'").replace("\u2212", "-")
     lower, lists = plain.lower(), _lexicon()
     if kind == "number":

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from difflib import SequenceMatcher
 
 import numpy as np
 import torch
 
-from kvsem.errors import SettingError
+from kvsem.errors import SettingError, check_count
 from kvsem.gates.base import Candidate, Decision
+from kvsem.lcs import runs
 from kvsem.model import Model, needed, taken
 from kvsem.wording import cut, differences
 
@@ -47,8 +47,7 @@ class CalibratedGate:
             raise SettingError("weights", dict(weights), "finite numbers")
         if not max_divergence > 0:
             raise SettingError("max_divergence", max_divergence, "nats, above 0")
-        if type(probe_layers) is not int or probe_layers < 1:
-            raise SettingError("probe_layers", probe_layers, "a whole number from 1")
+        check_count("probe_layers", probe_layers, 1)
         self.weights, self.bias = dict(weights), bias
         self.max_divergence, self.probe_layers = max_divergence, probe_layers
         self._model: Model | None = None
@@ -91,10 +90,9 @@ class CalibratedGate:
 
     def _probe(self, text: str, other: str) -> float:
         here, there = self._ids(text), self._ids(other)
-        matcher = SequenceMatcher(None, here.tolist(), there.tolist(), autojunk=False)
-        blocks = matcher.get_matching_blocks()
-        used = np.concatenate([np.arange(b.a, b.a + b.size) for b in blocks])
-        source = np.concatenate([np.arange(b.b, b.b + b.size) for b in blocks])
+        same = runs(here.tolist(), there.tolist())
+        used = np.array([i + k for i, _, n in same for k in range(n)], dtype=np.int64)
+        source = np.array([j + k for _, j, n in same for k in range(n)], dtype=np.int64)
         if not len(used):
             return 0.0
         own = self._values(here)[:, used]
