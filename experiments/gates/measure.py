@@ -1,6 +1,7 @@
 """Swaps that bear the answer, donor to target, under several reaches of the lexical gate.
 
 python experiments/gates/measure.py [--each 4] [--reach off 0 2 clause] [--out FOLDER]
+python experiments/gates/measure.py --requests runs/map-reviews.jsonl --reach off 2 default
 
 ``off`` is the threshold alone, ``default`` the gate as it is by default, the others its reach and
 no further. Each swap is a tenant of its own: nothing else can be found.
@@ -64,13 +65,20 @@ def chosen(path: Path, each: int, skip: int = 0) -> list[Record]:
     return list({record["id"]: record for record in picked}.values())
 
 
+def asked(path: Path) -> list[Record]:
+    """Donor/target records of any file that ``workload=jsonl`` reads."""
+    about = {"kind": path.stem, "lang": "", "system": None}
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [about | {"group": r["id"]} | r for r in map(json.loads, lines)]
+
+
 def gate(reach: str) -> Gate:
+    near = ThresholdGate(0.75)
     if reach == "off":
-        return ThresholdGate()
+        return near
     if reach == "default":
-        return AllOf([ThresholdGate(), LexicalGate()])
-    own = LexicalGate(int(reach) if reach.isdigit() else reach, wide_from=None)
-    return AllOf([ThresholdGate(), own])
+        return AllOf([near, LexicalGate()])
+    return AllOf([near, LexicalGate(int(reach) if reach.isdigit() else reach, wide_from=None)])
 
 
 def rows(lm: LM, records: Sequence[Record], reaches: Sequence[str]) -> Iterator[Record]:
@@ -130,15 +138,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--each", type=int, default=4, help="swaps a language and kind")
     parser.add_argument("--skip", type=int, default=0, help="start with other swaps")
+    parser.add_argument("--requests", type=Path, help="donor/target records instead of swaps")
     parser.add_argument("--reach", nargs="+", default=["off", "0", "2", "clause", "sentence"])
     parser.add_argument("--out", type=Path, default=ROOT / "runs/gates")
     given = parser.parse_args()
     torch.set_num_threads(1)
     lm = load("smollm2", packaged=True, device="cpu")
+    records = asked(given.requests) if given.requests else chosen(SWAPS, given.each, given.skip)
     given.out.mkdir(parents=True, exist_ok=True)
     found: list[Record] = []
     with (given.out / "rows.jsonl").open("w", encoding="utf-8") as file:
-        for row in rows(lm, chosen(SWAPS, given.each, given.skip), given.reach):
+        for row in rows(lm, records, given.reach):
             file.write(json.dumps(row) + "\n")
             file.flush()
             found.append(row)
