@@ -54,12 +54,19 @@ def cells(runs: list[Path], by: str = "recompute_ratio") -> dict[str, Any]:
     for path in runs:
         run = RunDir.open(path)
         value = yaml.safe_load((path / "config.yaml").read_text())[by]
-        value = value["_target_"].split(".")[-2] if isinstance(value, dict) else value
+        value = described(value) if isinstance(value, dict) else value
         at = rows[OWN if value is None else f"{value:g}" if by == "recompute_ratio" else value]
         known = {arm for _, arm in at}
         new = ((r["request"], r["arm"], r) for r in run.rows() if r["arm"] not in known)
         at |= {(request, arm): row for request, arm, row in new}
     return {ratio: cell(list(rows[ratio].values())) for ratio in sorted(rows)}
+
+
+def described(context: dict[str, Any]) -> str:
+    """Its name, and its numbers above 1: ``in_company n=3``."""
+    name = context["_target_"].split(".")[-2]
+    more = [f"{k}={v}" for k, v in context.items() if isinstance(v, int) and v > 1]
+    return " ".join([name, *more])
 
 
 def share(ratio: str) -> str:
