@@ -83,14 +83,14 @@ def test_a_context_by_override(name: str, given: list[str], tmp_path: Path) -> N
 
 def test_settings_of_a_context(given: list[str], tmp_path: Path) -> None:
     lengths = {}
-    for n in (1, 3):
-        more = ("context=in_company", f"context.n={n}")
-        found, rows = run(tmp_path / str(n), given, "arms=[none]", *more)
-        assert {f"InCompany(n={n})"} == {
+    for n, draws in ((1, 1), (3, 1), (1, 2)):
+        more = ("context=in_company", f"context.n={n}", f"context.draws={draws}")
+        found, rows = run(tmp_path / f"{n}-{draws}", given, "arms=[none]", *more)
+        assert {f"InCompany(n={n}, draws={draws})"} == {
             r["settings"]["context"] for r in rows if r["arm"] == "none"
         }
-        lengths[n] = found["arms"]["none"]["quality/kl_nats"]["mean"]
-    assert lengths[1] != lengths[3]
+        lengths[n, draws] = found["arms"]["none"]["quality/kl_nats"]["mean"]
+    assert len(set(lengths.values())) == 3
 
 
 def test_filler_is_filler_whatever_the_context(given: list[str], tmp_path: Path) -> None:
