@@ -107,10 +107,7 @@ def cut(text: str) -> list[Word]:
 
 def _key(shape: str, kind: str, is_first: bool) -> tuple[str, bool]:
     """Its normal form, and whether it looks like a name."""
-    plain = "".join(
-        part if _RAISED.match(part) else unicodedata.normalize("NFKC", part)
-        for part in _RAISED.split(shape)
-    )
+    plain = shape if shape.isascii() else _composed(shape)
     plain = plain.replace("\u2019", "'").replace("\u2212", "-")
     lower, lists = plain.lower(), _lexicon()
     if kind == "number":
@@ -130,6 +127,12 @@ def _key(shape: str, kind: str, is_first: bool) -> tuple[str, bool]:
     is_known = spells or lower in lists["dates"]
     is_name = plain != lower and not is_known
     return (lower if is_first or is_known else plain), is_name
+
+
+def _composed(shape: str) -> str:
+    """NFKC, but for what stands above the line."""
+    parts = _RAISED.split(shape)
+    return "".join(p if _RAISED.match(p) else unicodedata.normalize("NFKC", p) for p in parts)
 
 
 def _number(lower: str) -> str:
