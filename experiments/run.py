@@ -5,6 +5,7 @@ python experiments/run.py --help
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -173,14 +174,15 @@ class Experiment:
                 self.harness.warm_up(self.requests[0])
                 task = progress.add_task("requests", total=len(left))
             news = time.monotonic()
-            for done, rows in enumerate(self.harness.run(left), start=1):
-                for row in rows:
-                    if (row["request"], row["arm"]) not in finished:
-                        run.append(row)
-                progress.advance(task)
-                if not self.console.is_terminal and time.monotonic() - news > NEWS_S:
-                    news = time.monotonic()
-                    self.console.print(f"request {done} of {len(left)}")
+            with _settled():
+                for done, rows in enumerate(self.harness.run(left), start=1):
+                    for row in rows:
+                        if (row["request"], row["arm"]) not in finished:
+                            run.append(row)
+                    progress.advance(task)
+                    if not self.console.is_terminal and time.monotonic() - news > NEWS_S:
+                        news = time.monotonic()
+                        self.console.print(f"request {done} of {len(left)}")
         build_ms, notes = self._build_ms(), self.warned
         if not left:
             build_ms, notes = _before(run.path)
@@ -252,6 +254,18 @@ def _before(run: Path) -> tuple[dict[str, float], list[str]]:
         return built, list(found["status"]["notes"])
     except (OSError, ValueError, KeyError):
         return {}, []
+
+
+@contextmanager
+def _settled() -> Iterator[None]:
+    """What is there by now is left out of garbage collections: a full one takes as long as a
+    selective prefill, and would fall on whichever arm is at work."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager
