@@ -131,7 +131,11 @@ def against_random(pairs: dict[str, Any]) -> list[str]:
 
 def overview(key: str) -> str:
     """Means of ``key``: a row for each data set and ratio, a column for each rule."""
-    files = [f for f in sorted((HERE / "results").glob("*.json")) if "parts" not in f.stem]
+    files = [
+        f
+        for f in sorted((HERE / "results").glob("*.json"))
+        if not {"parts", "f1"} & {*f.stem.split("_")}
+    ]
     found = {f.stem: json.loads(f.read_text()).get("cells", {}) for f in files}
     lines = ["| | " + " | ".join(f"`{rule}`" for rule in RULES) + " |", "|---" * 11 + "|"]
     for name, ratios in found.items():
