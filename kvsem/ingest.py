@@ -74,7 +74,7 @@ def _average(
     """The KV of ``chunks`` becomes the mean over the companies of ``donor``, in fp32, keys as they
     would be at their places in ``kv``; returns over how many besides the first. A company that
     does not fit, or makes other tokens of the passage, is left out."""
-    if not chunks or not lm.support.get("moved_chunk", (False, ""))[0]:
+    if not (chunks and donor.also) or not lm.support.get("moved_chunk", (False, ""))[0]:
         return 0
     span = slice(chunks[0].start, chunks[-1].end)
     read = [kv.read(layer, span.stop) for layer in range(lm.n_layers)]

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from kvsem.contexts.base import Donor, companions, place_passages, warn_lonely
-from kvsem.errors import SettingError
+from kvsem.errors import check_count
 from kvsem.keys import digest
 from kvsem.types import Kind, Request
 
@@ -27,9 +27,8 @@ class InCompany:
     name = "in_company"
 
     def __init__(self, n: int = 1, draws: int = 1) -> None:
-        for name, value in (("context.n", n), ("context.draws", draws)):
-            if type(value) is not int or value < 1:
-                raise SettingError(name, value, "an integer of at least 1")
+        check_count("context.n", n, 1)
+        check_count("context.draws", draws, 1)
         self.n, self.draws = n, draws
 
     def donors(self, requests: Sequence[Request], seed: int) -> list[Donor]:

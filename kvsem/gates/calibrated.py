@@ -38,7 +38,7 @@ class CalibratedGate:
         self,
         weights: Mapping[str, float],
         bias: float,
-        max_divergence: float = 0.05,
+        max_divergence: float = 0.02,
         probe_layers: int = 4,
     ) -> None:
         if not weights or not set(weights) <= set(FEATURES):

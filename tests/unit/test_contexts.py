@@ -338,7 +338,7 @@ def test_a_number_of_neighbours_dummies_or_words_is_checked(n: Any) -> None:
         Similar(Angles(), n=n)
     with pytest.raises(SettingError, match=r"context\.n=.*from 1 up"):
         BehindDummy(n=n)
-    with pytest.raises(SettingError, match=r"context\.draws=.*of at least 1"):
+    with pytest.raises(SettingError, match=r"context\.draws=.*a whole number from 1"):
         InCompany(draws=n)
     if n is not None:
         with pytest.raises(SettingError, match=r"context\.words=.*from 1 up, or null"):
@@ -400,7 +400,7 @@ def test_plain_prompts_have_no_passages() -> None:
 
 @pytest.mark.parametrize("n", [0, -1, True, 1.5, "1", None])
 def test_company_of_nobody_is_refused(n: object) -> None:
-    with pytest.raises(SettingError, match=r"context\.n=.*expected an integer of at least 1"):
+    with pytest.raises(SettingError, match=r"context\.n=.*expected a whole number from 1"):
         InCompany(n)  # type: ignore[arg-type]
 
 
