@@ -123,9 +123,6 @@ class Experiment:
         return self._shared[key]
 
     def _harness(self) -> Harness:
-        base = arm_config("none", self.cfg)
-        parts = {part: self._part(part, base[part]) for part in PARTS}
-        parts["embedder"] = None
         metrics = [make(_metric(name), f"metric/{name}") for name in self.cfg.metrics]
         keep = self.cfg.baselines == "reuse"
         settings = {
@@ -140,7 +137,7 @@ class Experiment:
         }
         return Harness(
             self.lm,
-            Engine(self.lm, **parts, reuse=(), admit="none"),
+            Engine(self.lm, reuse=(), admit="none"),
             self.arms,
             metrics,
             Baselines(cache_root() / "baselines") if keep else None,
