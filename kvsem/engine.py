@@ -19,7 +19,7 @@ from kvsem.contexts.base import Donor, DonorContext
 from kvsem.contexts.in_company import InCompany
 from kvsem.embedders.base import Embedder
 from kvsem.embedders.hashing import HashingEmbedder
-from kvsem.errors import KvsemError, SettingError, check_range
+from kvsem.errors import KvsemError, SettingError, check_count, check_range
 from kvsem.fingerprint import of_tenant
 from kvsem.forward import Job
 from kvsem.gates.all_of import AllOf
@@ -135,8 +135,7 @@ class Engine:
             raise SettingError("reuse", sorted(unknown)[0], f"one of {sorted(KINDS_OF_REUSE)}")
         if admit not in ("all", "exact_only", "none"):
             raise SettingError("admit", admit, "all, exact_only or none")
-        if n_candidates < 1:
-            raise SettingError("n_candidates", n_candidates, "a whole number from 1 up")
+        check_count("n_candidates", n_candidates, 1)
         self.lm = lm
         self.chunker: Chunker = chunker or SegmentChunker()
         self.aligner: Aligner = aligner or EditAligner()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from kvsem.errors import DataError, SettingError
+from kvsem.errors import DataError, check_count
 from kvsem.types import Kind, Message, Request, Segment
 
 Record = dict[str, Any]
@@ -194,21 +194,16 @@ def _answers(record: Record) -> tuple[str, ...]:
 
 def _count(record: Record, name: str, default: int) -> int:
     value = record.get(name, default)
-    if not _is_count(value):
+    if type(value) is not int or value < 1:
         raise DataError(f'"{name}" is {short(value)}; expected an integer of at least 1')
-    return int(value)
+    return value
 
 
 def check_counts(limit: int | None, max_new_tokens: int) -> None:
     """Raise `SettingError` for a workload's setting that is no number to count with."""
-    counts = {"limit": 1 if limit is None else limit, "max_new_tokens": max_new_tokens}
-    for name, value in counts.items():
-        if not _is_count(value):
-            raise SettingError(f"workload.{name}", value, "an integer of at least 1")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if limit is not None:
+        check_count("workload.limit", limit, 1)
+    check_count("workload.max_new_tokens", max_new_tokens, 1)
 
 
 def _group(record: Record) -> str | None:

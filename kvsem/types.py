@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from kvsem.errors import DataError, SettingError
+from kvsem.errors import DataError, check_count
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -83,8 +83,7 @@ class Request:
     group: str | None = None
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 0:
-            raise SettingError("max_new_tokens", self.max_new_tokens, "a whole number from 0 up")
+        check_count("max_new_tokens", self.max_new_tokens, 0)
 
     @classmethod
     def rag(

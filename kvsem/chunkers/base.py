@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Protocol
 
-from kvsem.errors import SettingError, check_count
+from kvsem.errors import check_count
 from kvsem.types import Span
 
 
@@ -63,5 +63,4 @@ def ahead_of_space(text: str, at: int) -> int:
 def check_lengths(max_tokens: int, min_tokens: int = 0) -> None:
     """Raise `SettingError` for lengths of chunks that are none, or contradict each other."""
     check_count("max_tokens", max_tokens, 1)
-    if type(min_tokens) is not int or not 0 <= min_tokens <= max_tokens:
-        raise SettingError("min_tokens", min_tokens, f"a whole number from 0 to {max_tokens}")
+    check_count("min_tokens", min_tokens, 0, max_tokens)

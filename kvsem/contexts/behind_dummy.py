@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvsem.contexts.base import Donor, place_passages
-from kvsem.errors import SettingError
+from kvsem.errors import SettingError, check_count
 from kvsem.types import Request
 
 
@@ -21,8 +21,7 @@ class BehindDummy:
     name = "behind_dummy"
 
     def __init__(self, n: int = 4, bare: bool = False) -> None:
-        if type(n) is not int or n < 1:
-            raise SettingError("context.n", n, "a whole number of tokens from 1 up")
+        check_count("context.n", n, 1)
         if type(bare) is not bool:
             raise SettingError("context.bare", bare, "true or false")
         self.n, self.bare = n, bare

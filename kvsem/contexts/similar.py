@@ -13,7 +13,7 @@ from kvsem.contexts.base import (
     predecessors,
     warn_lonely,
 )
-from kvsem.errors import SettingError
+from kvsem.errors import SettingError, check_count
 from kvsem.keys import digest
 from kvsem.model import Model, hand
 from kvsem.types import Request
@@ -39,8 +39,7 @@ class Similar:
     name = "similar"
 
     def __init__(self, embedder: Embeds, n: int = 2, own: bool = True) -> None:
-        if type(n) is not int or n < 1:
-            raise SettingError("context.n", n, "a whole number of passages from 1 up")
+        check_count("context.n", n, 1)
         if type(own) is not bool:
             raise SettingError("context.own", own, "true or false")
         self.embedder, self.n, self.own = embedder, n, own

@@ -24,6 +24,8 @@ class DenyGate:
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
+        if path is not None and not isinstance(path, str | Path):
+            raise SettingError("path", path, "the path of a file, or null")
         self.path = Path(path).expanduser() if path else None
         if self.path and (self.path.is_dir() or any(p.is_file() for p in self.path.parents)):
             raise SettingError("path", str(path), "a file, new or of denied pairs, in a folder")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvsem.errors import SettingError
+from kvsem.errors import SettingError, check_count
 from kvsem.index.base import (
     Embeds,
     Saved,
@@ -39,8 +39,7 @@ class FlatIndex:
 
     def __init__(self, dim: int, identity: str, mirror: str | None = None) -> None:
         faiss = import_faiss()
-        if dim < 1:
-            raise SettingError("dim", dim, "a whole number from 1")
+        check_count("dim", dim, 1)
         self.dim = dim
         self.identity = identity
         self._faiss = faiss
@@ -67,8 +66,7 @@ class FlatIndex:
 
     def search(self, vector: np.ndarray, k: int) -> list[tuple[int, float]]:
         """At most ``k`` ``(id, cosine)``, best first, equal ones by id; [] without a direction."""
-        if k < 1:
-            raise SettingError("k", k, "a whole number from 1")
+        check_count("k", k, 1)
         unit = units(np.asarray(vector)[None], self.dim)
         with self._lock:
             k = min(k, len(self._ids))

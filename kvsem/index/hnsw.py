@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvsem.errors import SettingError, check_range
+from kvsem.errors import check_count, check_range
 from kvsem.index.base import (
     Embeds,
     Saved,
@@ -50,16 +50,10 @@ class HnswIndex:
         rebuild_share: float = 0.2,
     ) -> None:
         self._faiss = import_faiss()
-        if dim < 1:
-            raise SettingError("dim", dim, "a whole number from 1")
-        for name, value, low, high in (
-            ("m", m, 2, 256),
-            ("ef_construction", ef_construction, 1, 10_000),
-            ("ef_search", ef_search, 1, 10_000),
-        ):
-            if value != int(value):
-                raise SettingError(name, value, "a whole number")
-            check_range(name, value, low, high)
+        check_count("dim", dim, 1)
+        check_count("m", m, 2, 256)
+        check_count("ef_construction", ef_construction, 1, 10_000)
+        check_count("ef_search", ef_search, 1, 10_000)
         check_range("rebuild_share", rebuild_share, 0, 0.9)
         self.dim, self.identity = dim, identity
         self.m, self.ef_construction, self.ef_search = m, ef_construction, ef_search
@@ -85,8 +79,7 @@ class HnswIndex:
 
     def search(self, vector: np.ndarray, k: int) -> list[tuple[int, float]]:
         """At most ``k`` ``(id, cosine)``, best first, equal ones by id; [] without a direction."""
-        if k < 1:
-            raise SettingError("k", k, "a whole number from 1")
+        check_count("k", k, 1)
         unit = units(np.asarray(vector)[None], self.dim)
         with self._lock:
             k = min(k, len(self))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvsem.errors import KvsemError, SettingError
+from kvsem.errors import KvsemError, SettingError, check_count
 from kvsem.eviction.base import Eviction
 from kvsem.eviction.lru import LRU
 from kvsem.lm import LM
@@ -33,10 +33,7 @@ class MemorySettings:
 
     def __post_init__(self) -> None:
         size, budget = self.page_size, self.pool_tokens
-        if type(size) is not int or not 1 <= size <= MAX_PAGE_SIZE:
-            raise SettingError(
-                "memory.page_size", size, f"a whole number from 1 to {MAX_PAGE_SIZE}"
-            )
+        check_count("memory.page_size", size, 1, MAX_PAGE_SIZE)
         if budget is not None and (type(budget) is not int or budget < size):
             raise SettingError(
                 "memory.pool_tokens",

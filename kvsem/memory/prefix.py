@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvsem.errors import SettingError
+from kvsem.errors import check_count
 from kvsem.keys import page_key, token_bytes
 from kvsem.memory.pool import Block, BlockPool
 
@@ -64,10 +64,7 @@ class PrefixCache:
     _gone: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
-        if type(self.page_size) is not int or not 1 <= self.page_size <= MAX_PAGE_SIZE:
-            raise SettingError(
-                "memory.page_size", self.page_size, f"a whole number from 1 to {MAX_PAGE_SIZE}"
-            )
+        check_count("memory.page_size", self.page_size, 1, MAX_PAGE_SIZE)
 
     def __len__(self) -> int:
         return len(self._blocks)

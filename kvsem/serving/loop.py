@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvsem.engine import Engine, Loaded, Prefilled
-from kvsem.errors import KvsemError, SettingError, one_line
+from kvsem.errors import KvsemError, SettingError, check_count, one_line
 from kvsem.memory.pool import PoolFullError
 from kvsem.types import Request
 
@@ -68,10 +68,9 @@ class Loop:
     ) -> None:
         if engine.lm.hooked:
             raise KvsemError(f"requests in flight need selective prefill: {engine.lm.hooked}")
-        if reserve is not None and reserve < 1:
-            raise SettingError("reserve", reserve, "a whole number of tokens from 1 up, or none")
-        if max_batch_tokens < 1:
-            raise SettingError("max_batch_tokens", max_batch_tokens, "a whole number from 1 up")
+        if reserve is not None:
+            check_count("reserve", reserve, 1)
+        check_count("max_batch_tokens", max_batch_tokens, 1)
         self.engine, self.reserve, self.clock = engine, reserve, clock
         self.max_batch_tokens = max_batch_tokens
         self._n_alone = 0  # the first of the queue, of a batch that failed

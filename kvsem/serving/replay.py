@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 import kvsem.eviction
-from kvsem.errors import DataError, KvsemError, SettingError
+from kvsem.errors import DataError, KvsemError, SettingError, check_count
 from kvsem.eviction.base import Eviction
 from kvsem.keys import chain_root
 from kvsem.memory.pool import BlockPool, PoolFullError
@@ -116,8 +116,8 @@ def read_trace(path: str | Path, limit: int | None = None) -> Iterator[list[int]
     At most ``limit`` requests; blank lines are skipped. Raises `DataError`, which names the file
     and the line.
     """
-    if limit is not None and limit < 1:
-        raise SettingError("limit", limit, "a whole number from 1 up")
+    if limit is not None:
+        check_count("limit", limit, 1)
     n = 0
     for number, line in _lines(Path(path).expanduser()):
         if not line.strip():

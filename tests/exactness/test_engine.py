@@ -274,8 +274,12 @@ def test_admit_none_leaves_nothing(llama: LM) -> None:
     assert len(engine.store) == 0
     with pytest.raises(SettingError, match="admit='some': expected all, exact_only or none"):
         tiny_engine(llama, admit="some")
-    with pytest.raises(SettingError, match="n_candidates=0"):
-        tiny_engine(llama, n_candidates=0)
+
+
+@pytest.mark.parametrize("count", [0, "four", None, 1.5, True])
+def test_candidates_are_counted(llama: LM, count: Any) -> None:
+    with pytest.raises(SettingError, match=r"n_candidates=.*: expected a whole number from 1"):
+        tiny_engine(llama, n_candidates=count)
 
 
 def test_edited_passage_is_aligned(lm: LM) -> None:

@@ -121,7 +121,7 @@ def test_filler_is_filler_whatever_the_context(given: list[str], tmp_path: Path)
     [
         (["context=in_request"], ["context", "in_request", "workload.ingest=false"]),
         (["arms=[filler_kv]", "workload.ingest=false"], ["workload.ingest", "filler"]),
-        (["context=similar", "context.n=0"], ["context.n", "0", "from 1 up"]),
+        (["context=similar", "context.n=0"], ["context.n", "0", "from 1"]),
         (["context=behind_filler", "context.words=few"], ["context.words", "few", "null"]),
         (
             ["context=behind_dummy", "context.bare=maybe"],

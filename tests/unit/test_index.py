@@ -326,11 +326,21 @@ def test_an_unchanged_vector_is_not_added_again() -> None:
 @pytest.mark.parametrize(
     "setting",
     [{"m": 1}, {"m": 300}, {"m": 2.5}, {"ef_construction": 0}, {"ef_search": 0}, {"ef_search": 1e9},
+     {"m": "many"}, {"ef_search": None}, {"ef_construction": True}, {"rebuild_share": "abc"},
      {"rebuild_share": 1}, {"rebuild_share": -0.1}, {"rebuild_share": float("nan")}],
 )  # fmt: skip
-def test_settings_have_ranges(setting: dict[str, Any]) -> None:
+def test_settings_of_the_graph_have_ranges(setting: dict[str, Any]) -> None:
     with pytest.raises(SettingError, match=rf"{next(iter(setting))}=.*: expected a"):
         HnswIndex(DIM, "e", **setting)
+
+
+@pytest.mark.parametrize("kind", [FlatIndex, HnswIndex])
+@pytest.mark.parametrize("count", ["abc", None, 2.5, True, 0])
+def test_counts_are_whole_numbers(kind: Any, count: Any) -> None:
+    with pytest.raises(SettingError, match=r"dim=.*: expected a whole number from 1"):
+        kind(count, "e")
+    with pytest.raises(SettingError, match=r"k=.*: expected a whole number from 1"):
+        kind(DIM, "e").search(np.eye(DIM)[0], count)
 
 
 # The mirror on a GPU --------------------------------------------------------------------------

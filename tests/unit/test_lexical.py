@@ -274,6 +274,12 @@ def test_pairs_that_cannot_be_written_are_one_line() -> None:
         gate.deny(*PAIR)
 
 
+@pytest.mark.parametrize("path", [5, True, ["a"]])
+def test_the_path_of_denied_pairs_is_a_path(path: Any) -> None:
+    with pytest.raises(SettingError, match=r"path=.*: expected the path of a file"):
+        DenyGate(path)
+
+
 def test_writers_do_not_lose_each_others_pairs(tmp_path: Path) -> None:
     one, two = (DenyGate(tmp_path / "denied.json") for _ in range(2))
     one.deny("a", "b")

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from kvsem.engine import Engine
-from kvsem.errors import DataError
+from kvsem.errors import DataError, SettingError
 from kvsem.lm import LM
 from kvsem.types import Match, Provenance, Request, ReusePlan
 from tests.tiny import SYSTEM, prose
@@ -30,6 +30,13 @@ def plan(llama: LM) -> ReusePlan:
     refused = Match("none", "entry", 0.5, "below_threshold")
     matches = tuple(refused if m.kind == "none" else m for m in made.matches)
     return replace(made, matches=matches, refused=("below_threshold",), miss="diverged")
+
+
+@pytest.mark.parametrize("count", [-1, "ten", None, 2.5, True])
+def test_answers_have_a_length(count: Any) -> None:
+    with pytest.raises(SettingError, match=r"max_new_tokens=.*: expected a whole number from 0"):
+        Request.rag("r", ["a"], "q", max_new_tokens=count)
+    assert Request.rag("r", ["a"], "q", max_new_tokens=np.int64(3)).max_new_tokens == 3
 
 
 def test_a_plan_survives_json(plan: ReusePlan) -> None:
