@@ -1,6 +1,6 @@
 """Donors and targets that differ in known ways, as `workload=jsonl` reads them.
 
-python experiments/reuse_map/prepare.py KIND FOLDER OUT.jsonl [--limit 20]
+python experiments/reuse_map/prepare.py KIND FOLDER OUT.jsonl [--limit 20] [--skip 0]
 
 FOLDER holds the public files. prompts: two variants of one product's system prompt, one feature
 switched, a stretch of 6,000 characters of each from 2,000 ahead of where they part; edited: XQuAD
@@ -120,8 +120,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--limit", type=int, default=20)
+    parser.add_argument("--skip", type=int, default=0, help="leave out the first ones")
     given = parser.parse_args()
-    found = list(itertools.islice(records(given.name, given.folder), given.limit))
+    end = given.skip + given.limit
+    found = list(itertools.islice(records(given.name, given.folder), given.skip, end))
     lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in found)
     given.out.write_text("".join(lines), encoding="utf-8")
     print(f"{given.out}: {len(found)} records")
