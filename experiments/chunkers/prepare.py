@@ -12,24 +12,21 @@ of XQuAD, one sentence in ten replaced; prompts: sections of agents' system prom
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
 
-Record = dict[str, Any]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from experiments.public import Record, read, sentences
+
 LENGTH = 4_000  # characters of a document
 EVERY = 10  # sentences, of which one is replaced
 SYSTEM = "You answer from the document below, and briefly."
-
-
-def read(path: Path) -> list[Record]:
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
 
 
 def within(parts: Sequence[str], length: int = LENGTH) -> list[str]:
@@ -55,7 +52,7 @@ def record(id: str, donor: str, target: str, question: str, answers: Sequence[st
 
 def rag(folder: Path) -> Iterator[Record]:
     """The last passage is replaced by one of another question."""
-    found = read(folder / "rag" / "hotpotqa_100.jsonl.gz")
+    found = list(read(folder / "rag" / "hotpotqa_100.jsonl.gz"))
     for asked, other in pairwise(found):
         first, new = (
             [f"{p['title']}\n{p['text']}" for p in each["passages"]] for each in (asked, other)
@@ -68,7 +65,7 @@ def rag(folder: Path) -> Iterator[Record]:
 
 def dialogue(folder: Path) -> Iterator[Record]:
     """Two turns are gone at the front, one in the middle says something else."""
-    found = read(folder / "rag" / "qmsum_meetings.jsonl.gz")
+    found = list(read(folder / "rag" / "qmsum_meetings.jsonl.gz"))
     for meeting, other in pairwise(found):
         turns = [f"{t['speaker']}: {' '.join(t['text'].split())}" for t in meeting["transcript"]]
         parts = within([turn for turn in turns if len(turn) < LENGTH / 4])
@@ -84,7 +81,7 @@ def code(folder: Path) -> Iterator[Record]:
     """A class behind functions, then ahead of them; one of the functions is another."""
     functions = [f["prompt"] + f["solution"] for f in read(folder / "code" / "humaneval.jsonl.gz")]
     functions = [text.strip() for text in functions if len(text) < 900]
-    classes = read(folder / "code" / "classeval.jsonl.gz")
+    classes = list(read(folder / "code" / "classeval.jsonl.gz"))
     for i, each in enumerate(c for c in classes if 600 < len(c["solution"]) < 2_000):
         at = 4 * i % (len(functions) - 4)
         own, new = functions[at : at + 3], functions[at + 3]
@@ -114,10 +111,6 @@ def documents(folder: Path) -> Iterator[Record]:
         asked = articles[name][0]["qas"][0]
         texts = "\n\n".join(parts), "\n\n".join(reordered(changed))
         yield record(name, *texts, asked["question"]["en"], [asked["answer"]["en"]])
-
-
-def sentences(text: str) -> list[str]:
-    return re.split(r"(?<=[.!?])\s+", text)
 
 
 def prompts(folder: Path) -> Iterator[Record]:

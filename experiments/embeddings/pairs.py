@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.public import read
 from kvsem.keys import digest
 
 FILES = {
@@ -47,7 +46,7 @@ def pairs(
     files: dict[str, Path], kinds: Sequence[str], n: int, max_words: int, seed: int
 ) -> list[Pair]:
     """``n`` of each kind, in a seeded order."""
-    rows = {name: _rows(path) for name, path in files.items()}
+    rows = {name: list(read(path)) for name, path in files.items()}
     found: list[Pair] = []
     for kind in kinds:
         source, make = KINDS[kind]
@@ -58,11 +57,6 @@ def pairs(
         )
         found += islice((pair for pair in made if pair.donor != pair.target), n)
     return found
-
-
-def _rows(path: Path) -> list[Row]:
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
 
 
 def _both(texts: Sequence[str], max_words: int) -> tuple[str, str]:

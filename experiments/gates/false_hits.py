@@ -10,12 +10,12 @@ look-alike the last is the false hit; for a paraphrase the second is the hit.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from experiments.public import Record, read  # noqa: E402
 from kvsem.embedders.minilm import MinilmEmbedder  # noqa: E402
 from kvsem.gates.base import Candidate, Decision  # noqa: E402
 from kvsem.gates.lexical import LexicalGate  # noqa: E402
@@ -52,9 +53,8 @@ def wilson(hits: int, n: int) -> tuple[float, float]:
     return max(0.0, (middle - half) / (1 + spread)), min(1.0, (middle + half) / (1 + spread))
 
 
-def records(path: Path, limit: int) -> list[dict[str, Any]]:
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        return [json.loads(line) for line, _ in zip(lines, range(limit), strict=False)]
+def records(path: Path, limit: int) -> list[Record]:
+    return list(islice(read(path), limit))
 
 
 def public(data: Path, limit: int) -> Iterator[Pair]:

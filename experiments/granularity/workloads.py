@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
 
+from experiments.public import Record, read
 from experiments.study import data_file
-from kvsem.errors import DataError
 from kvsem.prompt import render
 from kvsem.types import Kind, Message, Request, Segment
 
@@ -27,7 +25,6 @@ CHAT_SYSTEM = (
     "user. Remember what was said earlier in the conversation, follow corrections, and ask back "
     "where a request can be understood in more than one way."
 )
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -136,8 +133,8 @@ def _message(role: str, kind: Kind, text: str) -> Message:
 def _service(cfg: DictConfig) -> Iterator[Dialogue]:
     """tau-bench dialogues behind the policy of their domain; trials of a task are one group."""
     policies = data_file(cfg, "system_prompts/tau_bench_policies.jsonl")
-    systems = {record["domain"]: record["text"] for record in _records(policies)}
-    for record in _records(data_file(cfg, "dialogue/tau_bench_dialogues.jsonl.gz")):
+    systems = {record["domain"]: record["text"] for record in read(policies)}
+    for record in read(data_file(cfg, "dialogue/tau_bench_dialogues.jsonl.gz")):
         if record["domain"] in systems:
             group = f"task {record['task_id']}" if "task_id" in record else record["id"]
             messages = tuple((m["role"], _text(m)) for m in record["messages"])
@@ -150,7 +147,7 @@ def _text(message: Record) -> str:
 
 
 def _chat(cfg: DictConfig) -> Iterator[Dialogue]:
-    for record in _records(data_file(cfg, "dialogue/mt_bench_101.jsonl.gz")):
+    for record in read(data_file(cfg, "dialogue/mt_bench_101.jsonl.gz")):
         pairs = [(("user", t["user"]), ("assistant", t["bot"])) for t in record["turns"]]
         messages = tuple(message for pair in pairs for message in pair)
         yield Dialogue(record["id"], record["id"], CHAT_SYSTEM, messages)
@@ -160,7 +157,7 @@ def _questions(
     cfg: DictConfig, n: int, rng: np.random.Generator, tokenizer: Any
 ) -> Iterator[Served | None]:
     """XQuAD's questions, each behind its English paragraph; an article is one group."""
-    records = list(_records(data_file(cfg, "rag/xquad_en_zh_es.jsonl.gz")))
+    records = list(read(data_file(cfg, "rag/xquad_en_zh_es.jsonl.gz")))
     for record in _drawn(records, n, rng):
         for qa in record["qas"]:
             request = Request.rag(
@@ -168,13 +165,3 @@ def _questions(
             )
             reply = qa["answer"]["en"]
             yield served(tokenizer, request.id, record["article"], request.messages, reply)
-
-
-def _records(path: Path) -> Iterator[Record]:
-    read = gzip.open if path.suffix == ".gz" else open
-    try:
-        with read(path, "rt", encoding="utf-8") as file:
-            for line in file:
-                yield json.loads(line)
-    except (OSError, EOFError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from None

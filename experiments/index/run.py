@@ -5,8 +5,6 @@ python experiments/index/run.py --help
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
 import sys
 import time
@@ -28,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from experiments.compose import CONF, make  # noqa: E402
+from experiments.public import read  # noqa: E402
 from experiments.study import attempt, check_keys, data_file, entry, record  # noqa: E402
 from kvsem.chunkers.sentence import SentenceChunker  # noqa: E402
 from kvsem.errors import DataError, SettingError, check_range  # noqa: E402
@@ -64,11 +63,10 @@ def chunks(cfg: DictConfig) -> list[str]:
 
 
 def _texts(path: Path, field: str) -> Iterator[str]:
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        for line in lines:
-            value = json.loads(line)[field]
-            passages = value if isinstance(value, list) else [{"text": value}]
-            yield from (passage["text"] for passage in passages)
+    for found in read(path):
+        value = found[field]
+        passages = value if isinstance(value, list) else [{"text": value}]
+        yield from (passage["text"] for passage in passages)
 
 
 def perturbed(vectors: np.ndarray, cosines: np.ndarray, rng: np.random.Generator) -> np.ndarray:

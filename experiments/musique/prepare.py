@@ -9,15 +9,19 @@ in the file's order.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
+import sys
+from itertools import islice
 from pathlib import Path
-from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from experiments.public import Record, read
 
 SYSTEM = "Answer the question from the passages. Reply with a short phrase."
 
 
-def passages(record: dict[str, Any], n: int, words: int) -> list[str]:
+def passages(record: Record, n: int, words: int) -> list[str]:
     """``n`` passages, the gold ones among them, in the file's order, cut to ``words``."""
     given = record["passages"]
     kept = sorted(sorted(range(len(given)), key=lambda i: not given[i].get("gold"))[:n])
@@ -25,7 +29,7 @@ def passages(record: dict[str, Any], n: int, words: int) -> list[str]:
     return [" ".join(f"{p['title']}: {p['text']}".lstrip(": ").split()[:words]) for p in texts]
 
 
-def convert(record: dict[str, Any], n: int, words: int) -> dict[str, Any]:
+def convert(record: Record, n: int, words: int) -> Record:
     return {
         "id": record["id"],
         "system": SYSTEM,
@@ -43,9 +47,7 @@ def main() -> None:
     parser.add_argument("--passages", type=int, default=5, help="a prompt (default 5)")
     parser.add_argument("--words", type=int, default=90, help="a passage (default 90)")
     given = parser.parse_args()
-    opener = gzip.open if given.source.suffix == ".gz" else open
-    with opener(given.source, "rt", encoding="utf-8") as lines:
-        records = [json.loads(line) for line in lines][: given.limit]
+    records = list(islice(read(given.source), given.limit))
     rows = (
         json.dumps(convert(r, given.passages, given.words), ensure_ascii=False) for r in records
     )

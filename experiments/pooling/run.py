@@ -5,8 +5,6 @@ python experiments/pooling/run.py --help
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
 import sys
 import time
@@ -28,6 +26,7 @@ from rich.progress import track
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from experiments.public import read  # noqa: E402
 from experiments.study import attempt, data_file, entry, record  # noqa: E402
 from kvsem.engine import Engine  # noqa: E402
 from kvsem.environment import keep_memory  # noqa: E402
@@ -90,10 +89,8 @@ def requests_of(cfg: DictConfig, run: int) -> list[Request]:
 
 def _articles(path: Path) -> dict[str, list[dict[str, Any]]]:
     articles: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        for line in lines:
-            paragraph = json.loads(line)
-            articles[paragraph["article"]].append(paragraph)
+    for paragraph in read(path):
+        articles[paragraph["article"]].append(paragraph)
     return articles
 
 

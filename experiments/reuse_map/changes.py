@@ -12,7 +12,8 @@ import numpy as np
 
 from experiments.embeddings.pairs import FILES, Pair, pairs
 from experiments.gates.measure import SWAPS, chosen
-from experiments.reuse_map.prepare import Record, prompts, read, sentences
+from experiments.public import Record, read, sentences
+from experiments.reuse_map.prepare import prompts
 
 REWORDED = ("ASV for WEB", "YLT for WEB", "documentation reworded")
 REORDERED = "sentences reversed"

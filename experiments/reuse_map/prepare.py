@@ -12,24 +12,20 @@ IMDb reviews that were rewritten to the opposite verdict.
 from __future__ import annotations
 
 import argparse
-import gzip
 import itertools
 import json
-import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any
 
-Record = dict[str, Any]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from experiments.public import Record, read, sentences
+
 AHEAD, WIDTH = 2_000, 6_000  # characters
 EVERY = 10  # sentences
-
-
-def read(path: Path) -> Iterator[Record]:
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        yield from map(json.loads, lines)
 
 
 def prompts(folder: Path) -> Iterator[Record]:
@@ -53,10 +49,6 @@ def prompts(folder: Path) -> Iterator[Record]:
                     "question": "Which rule of these instructions matters most?",
                 }
                 break
-
-
-def sentences(text: str) -> list[str]:
-    return re.split(r"(?<=[.!?])\s+", text)
 
 
 def edited(folder: Path) -> Iterator[Record]:

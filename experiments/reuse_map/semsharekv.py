@@ -27,9 +27,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from experiments.embeddings.pairs import FILES, Pair  # noqa: E402
+from experiments.public import Record, read, sentences  # noqa: E402
 from experiments.reuse_map.bench import KEYS, Bench, Row, collected, means, part, shown  # noqa: E402
 from experiments.reuse_map.changes import REWORDED, made  # noqa: E402
-from experiments.reuse_map.prepare import Record, read, sentences  # noqa: E402
 from experiments.study import attempt, check_keys, data_file, entry, record  # noqa: E402
 from kvsem.errors import SettingError, check_range  # noqa: E402
 from kvsem.gates.threshold import ThresholdGate  # noqa: E402

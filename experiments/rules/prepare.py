@@ -10,24 +10,16 @@ them) and half chats (the turns before the sixth, 60 words each); long eight pas
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import sys
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.musique.prepare import convert
-
-Record = dict[str, Any]
-
-
-def read(path: Path) -> Iterator[Record]:
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        yield from map(json.loads, lines)
+from experiments.public import Record, read
 
 
 def cut(text: str, words: int) -> str:

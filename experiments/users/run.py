@@ -5,12 +5,10 @@ python experiments/users/run.py --help
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from rich.progress import track
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from experiments.public import read  # noqa: E402
 from experiments.study import attempt, data_file, entry, record  # noqa: E402
 from kvsem.engine import Engine, Prefilled  # noqa: E402
 from kvsem.environment import keep_memory  # noqa: E402
@@ -53,11 +52,11 @@ Row = dict[str, Any]
 def users_of(cfg: DictConfig, run: int) -> list[tuple[str, Request]]:
     """(group, request) of every user, in a seeded order of arrival."""
     rng = np.random.default_rng([cfg.seed, run])
-    facts = list(_lines(data_file(cfg, "rag/nq_open_gold.jsonl.gz")))
+    facts = list(read(data_file(cfg, "rag/nq_open_gold.jsonl.gz")))
     articles: dict[str, list[Row]] = defaultdict(list)
-    for paragraph in _lines(data_file(cfg, "rag/xquad_en_zh_es.jsonl.gz")):
+    for paragraph in read(data_file(cfg, "rag/xquad_en_zh_es.jsonl.gz")):
         articles[paragraph["article"]].append(paragraph)
-    policy = next(_lines(data_file(cfg, "system_prompts/tau_bench_policies.jsonl")))["text"]
+    policy = next(read(data_file(cfg, "system_prompts/tau_bench_policies.jsonl")))["text"]
     policy = " ".join(policy.split()[: cfg.policy_words])
     own = iter(rng.permutation(len(facts)))
     shared = articles[sorted(articles)[int(rng.integers(len(articles)))]][:4]
@@ -84,12 +83,6 @@ def users_of(cfg: DictConfig, run: int) -> list[tuple[str, Request]]:
 
 def _request(name: str, texts: Sequence[str], question: str, system: str, n: int) -> Request:
     return Request.rag(name, texts, question, system=system, max_new_tokens=n)
-
-
-def _lines(path: Path) -> Iterator[Row]:
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as lines:
-        yield from map(json.loads, lines)
 
 
 def engine_of(cfg: DictConfig, lm: LM, arm: str) -> Engine:

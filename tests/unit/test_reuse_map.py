@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from experiments.embeddings.pairs import FILES
+from experiments.public import sentences
 from experiments.reuse_map.bench import KEYS, means, overlap
 from experiments.reuse_map.changes import AHEAD, BEHIND, KINDS, around, inserted, made
 from experiments.reuse_map.map import changed, inside, summarise
-from experiments.reuse_map.prepare import sentences
 from experiments.reuse_map.semsharekv import replaced
 from experiments.study import DATA
 
