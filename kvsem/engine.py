@@ -313,7 +313,7 @@ class Engine:
             gather(self.lm, kv, plan.runs, entries)
             self.memory.settle(kv)
             seed = int(digest("seed", run=self.seed, r=request.id)[:15], 16)
-            repair = Repair.of(self.lm, self.recompute, plan, kv, prompt.ids, seed)
+            repair = Repair.of(self.lm, self.recompute, plan, entries, kv, prompt.ids, seed)
             self.lm.wait()
             loaded = time.perf_counter()
             job, n_rows = repair.ready()

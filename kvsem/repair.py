@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from kvsem.errors import KvsemError, SettingError
 from kvsem.forward import KV, Arrived, Job, Watch
 from kvsem.lm import LM
 from kvsem.recompute.base import Adjusts, Needs, Recompute, Spread, Spreads, State
-from kvsem.types import Provenance, ReusePlan
+from kvsem.types import ChunkKV, Provenance, ReusePlan
 
 
 @dataclass
@@ -34,9 +34,16 @@ class Repair:
 
     @classmethod
     def of(
-        cls, lm: LM, rule: Recompute, plan: ReusePlan, kv: KV, ids: np.ndarray, seed: int
+        cls,
+        lm: LM,
+        rule: Recompute,
+        plan: ReusePlan,
+        entries: Mapping[str, ChunkKV],
+        kv: KV,
+        ids: np.ndarray,
+        seed: int,
     ) -> Repair:
-        """Applies the rule's ``adjust`` to the reused KV."""
+        """Applies the rule's ``adjust`` to the reused KV, which comes from ``entries``."""
         matched = torch.from_numpy(plan.matched)
         chunks = [(c.start, c.end) for c in plan.chunks]
         runs = sorted((r.target, r.target + r.length) for r in plan.runs)
@@ -47,6 +54,7 @@ class Repair:
             [span for span in chunks if bool(matched[slice(*span)].any())],
             [span for span in runs if bool(matched[slice(*span)].any())],
             torch.from_numpy(plan.provenance == Provenance.SEMANTIC),
+            _apart(plan, entries),
             seed,
             n_layers=lm.n_layers,
         )
@@ -222,3 +230,16 @@ def _flat(heads: torch.Tensor) -> torch.Tensor:
 def _by_head(flat: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """The other way round."""
     return flat.view(len(flat), kv_heads, -1).transpose(0, 1)
+
+
+def _apart(plan: ReusePlan, entries: Mapping[str, ChunkKV]) -> torch.Tensor:
+    """`State.apart`. Exact prefix and earlier runs of the same entry stand ahead in both."""
+    apart = torch.zeros(plan.n_tokens)
+    exact = int((plan.provenance != Provenance.PREFIX).argmax())
+    shared = dict.fromkeys(entries, exact)
+    for run in sorted(plan.runs, key=lambda run: run.target):
+        here, there = run.target, entries[run.entry].position + run.source
+        both = min(shared[run.entry], here, there)
+        apart[here : here + run.length] = 1 - both / max(1, here + there - both)
+        shared[run.entry] += max(0, run.length - max(0, exact - here))
+    return apart

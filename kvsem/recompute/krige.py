@@ -17,6 +17,8 @@ CHUNK = 0.1
 NEAR, FAR = (0.2, 8.0), (0.25, 100.0)  # share, tokens
 OWN = 0.35  # what a token shares with no other
 OWN_HEAD = 4.0  # the same of a chunk's first tokens, whose deviations are larger and their own
+LONG, APART = 32, 1 / 3  # tokens of a run, and share of what is ahead of it: from there on what
+# it stands behind is another text, and not the same one edited
 BLOCK = 256  # tokens that are interpolated at a time
 
 Block = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # tokens, which sources, weights
@@ -35,6 +37,11 @@ class KrigeRecompute:
     depends on where the donors were computed and on the layer, so it is estimated anew for K and
     for V of each layer, from the samples. Heads count for little, but they count. The choice
     needs neither a pass of the question nor layers in full.
+
+    Behind an edit the deviation starts large and fades, it is no field with one mean: where a
+    similar chunk stands behind nearly what its donor stood behind, the first tokens behind each
+    edit are recomputed and nothing is interpolated. A long run behind much that one of the two
+    has not (a section left out or put in, other passages) is treated as a chunk of its own.
     """
 
     needs = Needs()
@@ -47,32 +54,36 @@ class KrigeRecompute:
     def tokens(self, layer: int, state: State) -> torch.Tensor:
         if state.previous is not None:
             return state.previous
-        similar, n = self._similar(state)
+        edited, n = self._edited(state)
         heads, samples = self._choose(state)
-        return heads | samples | _behind_edits(similar, n, state)
+        return heads | samples | _behind_edits(edited, n, state)
 
     def spread(self, state: State) -> Kriging | None:
         heads, samples = self._choose(state)
-        similar, _ = self._similar(state)
-        reused = state.matched & ~similar & ~heads & ~samples
+        edited, _ = self._edited(state)
+        reused = state.matched & ~edited & ~heads & ~samples
         at = reused.nonzero()[:, 0]
         if not len(at) or not bool(samples.any()):
             return None
         span = slice(int(at[0]), int(at[-1]) + 1)
-        return Kriging.of(heads, samples, reused, span, state.chunks)
+        return Kriging.of(heads, samples, reused, span, state.runs or state.chunks)
 
-    def _similar(self, state: State) -> tuple[torch.Tensor, int]:
-        """Tokens of chunks that are not identical, and how many of them are recomputed."""
-        if state.similar is None:
+    def _edited(self, state: State) -> tuple[torch.Tensor, int]:
+        """Tokens of similar chunks that stand behind nearly what their donors stood behind, and how
+        many of them are recomputed."""
+        if state.similar is None or state.apart is None:
             return state.nothing(), 0
-        similar = state.matched & state.similar
-        share = int(similar.sum()) / max(1, int(state.matched.sum()))
-        return similar, round(share * state.budget(self.ratio))
+        edited = state.matched & state.similar
+        for start, end in state.runs:
+            if end - start >= LONG and float(state.apart[start]) >= APART:
+                edited[start:end] = False
+        share = int(edited.sum()) / max(1, int(state.matched.sum()))
+        return edited, round(share * state.budget(self.ratio))
 
     def _choose(self, state: State) -> tuple[torch.Tensor, torch.Tensor]:
-        """Heads and samples of identical chunks."""
-        similar, n_similar = self._similar(state)
-        n, same = state.budget(self.ratio) - n_similar, state.matched & ~similar
+        """Heads and samples of all others."""
+        edited, n_edited = self._edited(state)
+        n, same = state.budget(self.ratio) - n_edited, state.matched & ~edited
         heads = state.best(-_rank(same, state), int(self.heads * n), same)
         at = (same & ~heads).nonzero()[:, 0]
         n = min(n - int(heads.sum()), len(at))

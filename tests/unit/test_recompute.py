@@ -360,7 +360,7 @@ def test_kriging_recomputes_behind_the_edits_of_similar_chunks() -> None:
     runs = [(0, 20), (20, 26), (26, 37), (37, 40)]
     everything = torch.ones(N, dtype=torch.bool)
     chunks = [(0, 20), (20, 40)]
-    given = State(N, everything, ~everything, chunks, runs, similar)
+    given = State(N, everything, ~everything, chunks, runs, similar, torch.zeros(N))
     chosen = KrigeRecompute(0.2, heads=0.5).tokens(0, given)
     assert chosen.nonzero()[:, 0].tolist() == [0, 1, 6, 15, 20, 21, 26, 37]
     spread = KrigeRecompute(0.2, heads=0.5).spread(given)
@@ -368,6 +368,24 @@ def test_kriging_recomputes_behind_the_edits_of_similar_chunks() -> None:
     assert spread.sources.tolist() == [0, 1, 6, 15]
     assert spread.span.stop == 20
     assert KrigeRecompute(1.0).tokens(0, given).all()
-    alone = State(N, similar, ~similar, chunks[1:], runs[1:], similar)
+    alone = State(N, similar, ~similar, chunks[1:], runs[1:], similar, torch.zeros(N))
     assert KrigeRecompute(0.2).spread(alone) is None
     assert int(KrigeRecompute(0.2).tokens(0, alone).sum()) == 4
+
+
+def test_kriging_takes_long_runs_behind_another_text_for_chunks() -> None:
+    """Runs of 40, 8 and 40 tokens of a similar chunk; of what is ahead of the last two most is
+    another text."""
+    n, runs = 88, [(0, 40), (40, 48), (48, 88)]
+    everything, apart = torch.ones(n, dtype=torch.bool), torch.zeros(n)
+    apart[40:] = 0.6
+    given = State(n, everything, ~everything, [(0, n)], runs, everything, apart)
+    rule = KrigeRecompute(0.15, heads=0.5)
+    spread = rule.spread(given)
+    assert spread is not None
+    assert (spread.span.start, spread.span.stop) == (51, 88)  # its first three tokens are heads
+    assert spread.sources.tolist() == [48, 49, 50, 57, 69, 81]
+    chosen = rule.tokens(0, given).nonzero()[:, 0].tolist()
+    assert set(chosen) == {0, 1, 2, 3, 40, 41, 42, *spread.sources.tolist()}
+    apart[:] = 0.0
+    assert rule.spread(given) is None
