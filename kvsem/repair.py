@@ -240,6 +240,8 @@ def _apart(plan: ReusePlan, entries: Mapping[str, ChunkKV]) -> torch.Tensor:
     for run in sorted(plan.runs, key=lambda run: run.target):
         here, there = run.target, entries[run.entry].position + run.source
         both = min(shared[run.entry], here, there)
-        apart[here : here + run.length] = 1 - both / max(1, here + there - both)
+        only_one = here + there - 2 * both
+        ahead = only_one + both + torch.arange(run.length)
+        apart[here : here + run.length] = only_one / ahead.clamp_min(1)
         shared[run.entry] += max(0, run.length - max(0, exact - here))
     return apart

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvsem.errors import SettingError, check_range
 from kvsem.gates.base import Candidate, Decision
 from kvsem.types import Span
 from kvsem.wording import MEANING, Difference, Word, cut, differences, reached
 
-WIDE, WIDE_OTHER, MOST_OTHER = 16, 40, 3  # one word in so many, and at most so many words
+LONG = 40  # words from which on a text is long
+FAR, OTHER = 10, 5  # there: words behind a difference of meaning, and behind another
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # of these, as much as leaves enough
 _REACH = ("clause", "sentence", "text")
 
 
@@ -24,10 +28,13 @@ class LexicalGate:
     word; or all up to the end of its ``clause`` or ``sentence``, or of the ``text``. Behind any
     other word that was left out one word is.
 
-    In a long text of which ``wide_from`` of the words or more are left to reuse all the same, a
-    difference of meaning carries to the end of its clause, at most one word in 16 of the text, and
-    another word one in 40, at most three (None: never; experiments/gates). A candidate is refused
-    where less than ``min_kept`` of the target's words would be left.
+    In a long text (40 words) a difference carries further: one of meaning over ten words of its
+    sentence, any other word over five, and both to the mark that ends their sentence and the two
+    words behind it, where what was said before is gathered (experiments/gates). Of the ten and five
+    words as much is computed as leaves ``wide_from`` of the text's words; where even the ends of
+    sentences do not, no more than in a short text (None: always).
+
+    A candidate is refused where less than ``min_kept`` of the target's words would be left.
     """
 
     reach: int | str = 2
@@ -48,51 +55,60 @@ class LexicalGate:
         """Refuses with ``number_differs``, ``negation_differs``, … or ``wording_differs``."""
         words = cut(text)
         found = differences(words, cut(candidate.text))
-        spans = list(self._computed(words, found, self.wide_from is not None))
-        if self.wide_from is not None and _kept(words, spans) < self.wide_from:
-            spans = list(self._computed(words, found, False))
-        if _kept(words, spans) < self.min_kept:
+        computed = self._computed(words, found)
+        if _kept(words, computed) < self.min_kept:
             kind = next((d.kind for d in found if d.kind in MEANING), "wording")
             return Decision(False, f"{kind}_differs")
-        return Decision(True, compute=tuple(Span(*_chars(words, span)) for span in spans))
+        return Decision(True, compute=tuple(_spans(words, computed)))
 
-    def _computed(
-        self, words: Sequence[Word], found: Sequence[Difference], wide: bool
-    ) -> Iterator[tuple[int, int]]:
-        """Stretches of words, ascending and apart; what is left of a word or two between two
-        differences of meaning is no context of its own, and is computed with them."""
-        open_: tuple[int, int] | None = None
-        meant = False
-        n = sum(word.kind != "mark" for word in words) if wide else 0
+    def _computed(self, words: Sequence[Word], found: Sequence[Difference]) -> np.ndarray:
+        """bool ``[words]``"""
+        n = sum(word.kind != "mark" for word in words)
+        if self.wide_from is not None and n >= LONG:
+            ends = _ends(words, found)
+            for share in SHARES:
+                computed: np.ndarray = np.logical_or(self._carried(words, found, share), ends)
+                if _kept(words, computed) >= self.wide_from:
+                    return computed
+        return self._carried(words, found, 0.0)
+
+    def _carried(
+        self, words: Sequence[Word], found: Sequence[Difference], share: float
+    ) -> np.ndarray:
+        """bool ``[words]``, with ``share`` of how far it is in a long text. What is left of a word
+        or two between two differences of meaning is no context of its own."""
+        computed = np.zeros(len(words), dtype=bool)
+        last, meant = 0, False
         for difference in found:
             before, meant = meant, difference.kind in MEANING
-            end = max(self._end(words, difference), _wide_end(words, difference, n))
+            end = self._end(words, difference, share)
             if end <= difference.start:
                 continue
-            gap = _island(words, open_[1]) if open_ and before and meant else 0
-            if open_ and difference.start <= open_[1] + gap:
-                open_ = open_[0], max(open_[1], end)
-                continue
-            if open_:
-                yield open_
-            open_ = difference.start, end
-        if open_:
-            yield open_
+            computed[difference.start : end] = True
+            gap = _island(words, last) if before and meant else 0
+            if last and difference.start <= last + gap:
+                computed[last : difference.start] = True
+            last = max(last, end)
+        return computed
 
-    def _end(self, words: Sequence[Word], difference: Difference) -> int:
+    def _end(self, words: Sequence[Word], difference: Difference, share: float) -> int:
         if difference.kind in MEANING:
-            return reached(words, difference, self.reach)
-        was_left_out = difference.start == difference.end and difference.kind == "word"
-        return reached(words, difference, 1) if was_left_out and self.reach else difference.end
+            return max(reached(words, difference, to) for to in (self.reach, int(share * FAR)))
+        was_left_out = difference.start == difference.end and bool(self.reach)
+        far = max(int(share * OTHER), int(was_left_out)) if difference.kind == "word" else 0
+        return reached(words, difference, far) if far else difference.end
 
 
-def _wide_end(words: Sequence[Word], difference: Difference, n: int) -> int:
-    """In a text of ``n`` words; 0: no further than to itself."""
-    if difference.kind in MEANING:
-        within = reached(words, difference, "clause")
-        return min(within, reached(words, difference, n // WIDE)) if n >= WIDE else difference.end
-    far = min(n // WIDE_OTHER, MOST_OTHER)
-    return reached(words, difference, far) if far and difference.kind == "word" else difference.end
+def _ends(words: Sequence[Word], found: Sequence[Difference]) -> np.ndarray:
+    """bool ``[words]``: what ends a sentence in which something differs, and two words behind."""
+    last = {word.sentence: i for i, word in enumerate(words)}
+    computed = np.zeros(len(words), dtype=bool)
+    for difference in found:
+        if difference.kind != "mark" and words:
+            at = max(difference.start, difference.end - 1)
+            end = last[words[min(at, len(words) - 1)].sentence]
+            computed[end : end + 3] = True
+    return computed
 
 
 def _island(words: Sequence[Word], at: int) -> int:
@@ -101,12 +117,14 @@ def _island(words: Sequence[Word], at: int) -> int:
     return 2 if at < len(words) and words[at].kind == "ideograph" else 1
 
 
-def _kept(words: Sequence[Word], spans: Sequence[tuple[int, int]]) -> float:
-    """Share of the words, marks aside, that no span holds; of a text without words 1 or 0."""
-    counted = [word.kind != "mark" for word in words]
-    gone = sum(sum(counted[start:end]) for start, end in spans)
-    return 1 - gone / sum(counted) if any(counted) else float(not spans)
+def _kept(words: Sequence[Word], computed: np.ndarray) -> float:
+    """Share of the words, marks aside, that are not computed; of a text without words 1 or 0."""
+    counted = np.array([word.kind != "mark" for word in words], dtype=bool)
+    return 1 - float(computed[counted].mean()) if counted.any() else float(not computed.any())
 
 
-def _chars(words: Sequence[Word], span: tuple[int, int]) -> tuple[int, int]:
-    return words[span[0]].start, words[span[1] - 1].end
+def _spans(words: Sequence[Word], computed: np.ndarray) -> Iterator[Span]:
+    """Characters from the first to the last word of every stretch."""
+    edges = np.flatnonzero(np.diff(computed, prepend=False, append=False))
+    for start, end in edges.reshape(-1, 2).tolist():
+        yield Span(words[start].start, words[end - 1].end)

@@ -42,8 +42,8 @@ class State:
     runs: list[tuple[int, int]] = field(default_factory=list)  # spans that also stood together in
     # their donor, in order: of an identical chunk one, of a similar one those between its edits
     similar: torch.Tensor | None = None  # bool [n_tokens], matched in a chunk that is not identical
-    apart: torch.Tensor | None = None  # fp32 [n_tokens], by run: of what stands ahead of it, here
-    # and in its donor, the share that only one of the two has; 0: nothing, 1: all of it
+    apart: torch.Tensor | None = None  # fp32 [n_tokens]: of what stands ahead of a matched token,
+    # here and in its donor, the share that only one of the two has; 0: nothing, 1: all of it
     seed: int = 0
     n_layers: int = 0
     previous: torch.Tensor | None = None  # what the rule chose at the layer before

@@ -17,8 +17,8 @@ CHUNK = 0.1
 NEAR, FAR = (0.2, 8.0), (0.25, 100.0)  # share, tokens
 OWN = 0.35  # what a token shares with no other
 OWN_HEAD = 4.0  # the same of a chunk's first tokens, whose deviations are larger and their own
-LONG, APART = 32, 1 / 3  # tokens of a run, and share of what is ahead of it: from there on what
-# it stands behind is another text, and not the same one edited
+LONG, APART = 32, 0.3  # tokens of a run, and share of what is ahead of them that only one of prompt
+# and donor has: from there on they stand behind another text, and not behind the same one edited
 BLOCK = 256  # tokens that are interpolated at a time
 
 Block = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # tokens, which sources, weights
@@ -75,7 +75,7 @@ class KrigeRecompute:
             return state.nothing(), 0
         edited = state.matched & state.similar
         for start, end in state.runs:
-            if end - start >= LONG and float(state.apart[start]) >= APART:
+            if end - start >= LONG and float(state.apart[start:end].mean()) >= APART:
                 edited[start:end] = False
         share = int(edited.sum()) / max(1, int(state.matched.sum()))
         return edited, round(share * state.budget(self.ratio))

@@ -12,6 +12,7 @@ import torch
 from kvsem.aligners.edit import EditAligner
 from kvsem.aligners.hybrid import HybridAligner
 from kvsem.aligners.nearest import NearestAligner
+from kvsem.contexts.behind_system import BehindSystem
 from kvsem.embedders.hashing import HashingEmbedder
 from kvsem.gates.threshold import ThresholdGate
 from kvsem.harness import Arm, Harness
@@ -112,3 +113,40 @@ def test_substitute_reads_the_donor_in_the_targets_place(llama: LM) -> None:
     assert row["reuse/prefix_tokens"] > 0
     assert row["reuse/semantic_tokens"] == 0
     assert "quality/kv_error_rel" not in row  # other tokens: nothing to compare one by one
+
+
+@pytest.mark.parametrize("which", ["left out", "put in", "behind others"])
+def test_how_far_apart_prompt_and_donor_are_ahead_of_each_token(llama: LM, which: str) -> None:
+    """Of the tokens ahead of it in either, those that only one has: counted in the two prompts."""
+    short = " ".join([prose(1, 12), prose(3, 20)])
+    long = " ".join([prose(1, 12), prose(2, 30), prose(3, 20)])
+    texts = {"left out": (long, short), "put in": (short, long), "behind others": (short, short)}
+    donor, target = texts[which]
+    others = [prose(4)] if which == "behind others" else []
+    engine = tiny_engine(
+        llama,
+        aligner=EditAligner(),
+        embedder=HashingEmbedder(),
+        gate=ThresholdGate(-1.0),
+        context=BehindSystem(),
+        admit="none",
+    )
+    engine.ingest([donor], system=SYSTEM)
+    loaded = engine.load(Request.rag("r", [*others, target], QUESTION, system=SYSTEM))
+    prompt, apart = loaded.prompt.ids, loaded.repair.state.apart
+    there = engine.render(Request.rag("d", [donor], QUESTION, system=SYSTEM)).ids
+    assert apart is not None
+    checked = 0
+    for run in loaded.plan.runs:
+        entry = engine.store.get(run.entry)
+        assert entry is not None
+        if loaded.plan.provenance[run.target] == Provenance.PREFIX:
+            continue
+        for i in range(run.length):
+            here, at = run.target + i, entry.position + run.source + i
+            same = int((EditAligner().align(prompt[:here], there[:at]) >= 0).sum())
+            assert float(apart[here]) == pytest.approx(1 - same / (here + at - same), abs=0.02)
+            checked += 1
+    assert checked >= 20
+    assert float(apart[loaded.plan.computed].max()) == 0
+    engine.drop(loaded)

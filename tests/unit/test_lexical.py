@@ -112,32 +112,56 @@ def test_how_far_a_difference_reaches(reach: int | str, span: str) -> None:
     assert computed(REACHED, REACHED.replace("on at", "off at"), reach) == [span]
 
 
-LONG = " ".join(f"The {i}th lamp stood on the long table, and nobody saw it." for i in range(7))
+SENTENCE = (
+    "The {}th lamp stood on the long table by the green door of the house, and nobody saw it."
+)
+LONG = " ".join(map(SENTENCE.format, range(5)))  # 95 words
 
 
-def test_in_a_long_text_of_which_most_stays_a_difference_carries_further() -> None:
-    """84 words: one in 16 behind a difference of meaning, in its clause; two behind another."""
-    assert len([w for w in cut(LONG) if w.kind != "mark"]) == 84
-    for changed, near, wide in (
-        ("The 9th lamp stood on the long table", "9th lamp stood", "9th lamp stood on the long"),
-        ("The 3th lamp stood on the big table", "big", "big table, and"),
-    ):
-        target = LONG.replace(changed.replace("9th", "3th").replace("big", "long"), changed, 1)
-        for wide_from, span in ((None, near), (0.5, wide)):
-            decision = LexicalGate(2, wide_from=wide_from).accept(target, Candidate(LONG, 0.9))
-            assert [target[s.start : s.end] for s in decision.compute] == [span]
+def spans(target: str, wide_from: float | None) -> list[str]:
+    decision = LexicalGate(2, wide_from=wide_from).accept(target, Candidate(LONG, 0.9))
+    return [target[s.start : s.end] for s in decision.compute]
 
 
-def test_where_much_differs_it_does_not() -> None:
-    words = LONG.split()
-    target = " ".join("green" if i % 4 == 1 else word for i, word in enumerate(words))
-    decided = [
-        LexicalGate(2, wide_from=share).accept(target, Candidate(LONG, 0.9))
-        for share in (None, 0.5, 0.0)
+@pytest.mark.parametrize(
+    ("other", "near", "wide"),
+    [
+        (
+            SENTENCE.format(9),
+            "9th lamp stood",
+            "9th lamp stood on the long table by the green door",
+        ),
+        (SENTENCE.format(3).replace("long", "big"), "big", "big table by the green door"),
+        (SENTENCE.format(3).replace(" long", ""), "table", "table by the green door"),
+    ],
+)
+def test_in_a_long_text_a_difference_carries_further(other: str, near: str, wide: str) -> None:
+    """Ten words behind a difference of meaning, five behind another, and to what ends the sentence
+    and begins the next."""
+    target = LONG.replace(SENTENCE.format(3), other)
+    assert spans(target, None) == [near]
+    assert spans(target, 0.5) == [wide, ". The 4th"]
+    short = " ".join([other, SENTENCE.format(4)[:80]])
+    assert spans(short, 0.5)[0] == spans(short, None)[0]
+
+
+def test_where_little_would_be_left_it_carries_less_far() -> None:
+    """A word in every sentence: five words behind it, three, two, one, none but those at the
+    sentence's end, and no more than in a short text."""
+    target = LONG.replace("long", "slow")
+    left = (0.5, 0.65, 0.73, 0.8, 0.85, 0.95, None)
+    assert [" ".join(spans(target, wide_from)[:2]) for wide_from in left] == [
+        "slow table by the green door . The 1th",
+        "slow table by the . The 1th",
+        "slow table by . The 1th",
+        "slow table . The 1th",
+        "slow . The 1th",
+        "slow slow",
+        "slow slow",
     ]
-    assert decided[0] == decided[1]
-    assert decided[0].accepted
-    assert not decided[2].accepted  # three words behind each are all
+    assert (
+        not LexicalGate(wide_from=0.0, min_kept=0.8).accept(target, Candidate(LONG, 0.9)).accepted
+    )
 
 
 def test_another_wording_does_not_reach() -> None:

@@ -378,7 +378,7 @@ def test_kriging_takes_long_runs_behind_another_text_for_chunks() -> None:
     another text."""
     n, runs = 88, [(0, 40), (40, 48), (48, 88)]
     everything, apart = torch.ones(n, dtype=torch.bool), torch.zeros(n)
-    apart[40:] = 0.6
+    apart[40:] = torch.linspace(0.5, 0.2, 48)
     given = State(n, everything, ~everything, [(0, n)], runs, everything, apart)
     rule = KrigeRecompute(0.15, heads=0.5)
     spread = rule.spread(given)
