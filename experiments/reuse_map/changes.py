@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
 from itertools import islice
@@ -18,7 +19,8 @@ from experiments.reuse_map.prepare import prompts
 REWORDED = ("ASV for WEB", "YLT for WEB", "documentation reworded")
 REORDERED = "sentences reversed"
 SWAPPED = ("number", "date", "name", "negation", "antonym", "unit", "order")
-KINDS = (REORDERED, *REWORDED, "one parameter", "inserted sentence", *SWAPPED)
+LEFT_OUT, PUT_IN = "paragraph left out", "paragraph put in"
+KINDS = (REORDERED, *REWORDED, "one parameter", "inserted sentence", LEFT_OUT, PUT_IN, *SWAPPED)
 PROMPTS = "system_prompts/agent_prompt_variants.jsonl.gz"
 AHEAD, BEHIND = 100, 150  # words around a difference of system prompts
 LEAST = 4  # sentences of a paragraph that gets another one
@@ -44,6 +46,8 @@ def made(folder: Path, kinds: Sequence[str], n: int, max_words: int, seed: int) 
             own = map(around, prompts(folder))
         elif kind == "inserted sentence":
             own = inserted(list(read(files["xquad"])), max_words, seed)
+        elif kind in (LEFT_OUT, PUT_IN):
+            own = parted(list(read(files["xquad"])), kind, max_words)
         else:
             own = swapped(kind, n)
         found += islice(own, n)
@@ -87,6 +91,23 @@ def inserted(rows: Sequence[Record], max_words: int, seed: int) -> Iterator[Pair
         target = " ".join([*own[:at], strange, *own[at:]])
         question = row["qas"][0]["question"]["en"]
         yield Pair(f"{kind}/{row['id']}", kind, row["article"], " ".join(own), target, question)
+
+
+def parted(rows: Sequence[Record], kind: str, max_words: int) -> Iterator[Pair]:
+    """Of every article a paragraph, with and without another one in its middle."""
+    articles = defaultdict(list)
+    for row in rows:
+        if len(row["context"]["en"].split()) <= max_words:
+            articles[row["article"]].append(row)
+    for article, (row, other, *_) in ((a, r) for a, r in articles.items() if len(r) > 1):
+        own = sentences(row["context"]["en"])
+        half = len(own) // 2
+        texts = [
+            " ".join([*own[:half], *more, *own[half:]]) for more in ([], [other["context"]["en"]])
+        ]
+        donor, target = texts if kind == PUT_IN else reversed(texts)
+        question = row["qas"][0]["question"]["en"]
+        yield Pair(f"{kind}/{row['id']}", kind, article, donor, target, question)
 
 
 def swapped(kind: str, n: int) -> Iterator[Pair]:

@@ -13,7 +13,17 @@ import pytest
 from experiments.embeddings.pairs import FILES
 from experiments.public import sentences
 from experiments.reuse_map.bench import KEYS, means, overlap
-from experiments.reuse_map.changes import AHEAD, BEHIND, KINDS, around, inserted, made
+from experiments.reuse_map.changes import (
+    AHEAD,
+    BEHIND,
+    KINDS,
+    LEFT_OUT,
+    PUT_IN,
+    around,
+    inserted,
+    made,
+    parted,
+)
 from experiments.reuse_map.map import changed, inside, summarise
 from experiments.reuse_map.semsharekv import replaced
 from experiments.study import DATA
@@ -91,6 +101,19 @@ def test_an_inserted_sentence_stands_inside_and_is_of_another_article() -> None:
         assert strange not in (target[0], target[-1])
     assert not list(inserted(articles(5, 3), 120, 0))  # too short
     assert not list(inserted(articles(5, 6), 10, 0))  # too long
+
+
+def test_another_paragraph_of_the_article_is_left_out_of_the_middle_or_put_in() -> None:
+    rows = articles(5, 6)
+    rows = [row | {"article": f"a{i // 2}"} for i, row in enumerate(rows)]
+    gone, put = list(parted(rows, LEFT_OUT, 120)), list(parted(rows, PUT_IN, 120))
+    assert [pair.group for pair in gone] == ["a0", "a1"]  # a2 has one paragraph only
+    for less, more in zip(gone, put, strict=True):
+        assert (less.donor, less.target) == (more.target, more.donor)
+        own, whole = sentences(less.target), sentences(less.donor)
+        assert len(whole) == 12
+        assert [*whole[:3], *whole[-3:]] == own
+    assert not list(parted(rows, LEFT_OUT, 10))
 
 
 def test_what_is_replaced_at_a_small_share_is_at_a_larger_one() -> None:
