@@ -54,13 +54,11 @@ class KrigeRecompute:
     def tokens(self, layer: int, state: State) -> torch.Tensor:
         if state.previous is not None:
             return state.previous
-        edited, n = self._edited(state)
-        heads, samples = self._choose(state)
-        return heads | samples | _behind_edits(edited, n, state)
+        _, behind, heads, samples = self._choose(state)
+        return behind | heads | samples
 
     def spread(self, state: State) -> Kriging | None:
-        heads, samples = self._choose(state)
-        edited, _ = self._edited(state)
+        edited, _, heads, samples = self._choose(state)
         reused = state.matched & ~edited & ~heads & ~samples
         at = reused.nonzero()[:, 0]
         if not len(at) or not bool(samples.any()):
@@ -68,28 +66,33 @@ class KrigeRecompute:
         span = slice(int(at[0]), int(at[-1]) + 1)
         return Kriging.of(heads, samples, reused, span, state.runs or state.chunks)
 
-    def _edited(self, state: State) -> tuple[torch.Tensor, int]:
-        """Tokens of similar chunks that stand behind nearly what their donors stood behind, and how
-        many of them are recomputed."""
-        if state.similar is None or state.apart is None:
-            return state.nothing(), 0
-        edited = state.matched & state.similar
-        for start, end in state.runs:
-            if end - start >= LONG and float(state.apart[start:end].mean()) >= APART:
-                edited[start:end] = False
-        share = int(edited.sum()) / max(1, int(state.matched.sum()))
-        return edited, round(share * state.budget(self.ratio))
+    def _choose(
+        self, state: State
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens of an edited text and which of them are recomputed; heads and samples of others.
 
-    def _choose(self, state: State) -> tuple[torch.Tensor, torch.Tensor]:
-        """Heads and samples of all others."""
-        edited, n_edited = self._edited(state)
-        n, same = state.budget(self.ratio) - n_edited, state.matched & ~edited
+        Each gets as much of the budget as it has of the matched tokens.
+        """
+        edited, budget = _edited(state), state.budget(self.ratio)
+        n_edited = round(int(edited.sum()) / max(1, int(state.matched.sum())) * budget)
+        n, same = budget - n_edited, state.matched & ~edited
         heads = state.best(-_rank(same, state), int(self.heads * n), same)
         at = (same & ~heads).nonzero()[:, 0]
         n = min(n - int(heads.sum()), len(at))
         samples = state.nothing()
         samples[at[(2 * torch.arange(n) + 1) * len(at) // (2 * max(1, n))]] = True
-        return heads, samples
+        return edited, _behind_edits(edited, n_edited, state), heads, samples
+
+
+def _edited(state: State) -> torch.Tensor:
+    """bool ``[n_tokens]``: of similar chunks, and behind nearly what their donors stood behind."""
+    if state.similar is None or state.apart is None:
+        return state.nothing()
+    edited = state.matched & state.similar
+    for start, end in state.runs:
+        if end - start >= LONG and float(state.apart[start:end].mean()) >= APART:
+            edited[start:end] = False
+    return edited
 
 
 def _rank(among: torch.Tensor, state: State) -> torch.Tensor:
@@ -100,13 +103,13 @@ def _rank(among: torch.Tensor, state: State) -> torch.Tensor:
     return rank
 
 
-def _behind_edits(similar: torch.Tensor, n: int, state: State) -> torch.Tensor:
+def _behind_edits(edited: torch.Tensor, n: int, state: State) -> torch.Tensor:
     """The first tokens of each run, then the second ones, and so on, ``n`` in all; where not every
     run has its turn any more, evenly over them."""
-    rank = _rank(similar, state)
-    last = int((rank[similar].bincount().cumsum(0) <= n).sum())  # where not every run has its turn
-    chosen = similar & (rank < last)
-    at = (similar & (rank == last)).nonzero()[:, 0]
+    rank = _rank(edited, state)
+    last = int((rank[edited].bincount().cumsum(0) <= n).sum())  # where not every run has its turn
+    chosen = edited & (rank < last)
+    at = (edited & (rank == last)).nonzero()[:, 0]
     left = n - int(chosen.sum())
     chosen[at[torch.arange(left) * len(at) // max(1, left)]] = True
     return chosen

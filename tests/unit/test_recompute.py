@@ -265,7 +265,7 @@ def test_kriging_takes_heads_and_evenly_spaced_tokens() -> None:
     """Half of 10 of 25 tokens: first, then second tokens of the three chunks; and samples."""
     rule = KrigeRecompute(0.4, heads=0.5)
     chosen = rule.tokens(0, state())
-    heads, samples = (t.nonzero()[:, 0].tolist() for t in rule._choose(state()))
+    heads, samples = (t.nonzero()[:, 0].tolist() for t in rule._choose(state())[2:])
     assert heads == [5, 6, 12, 13, 20]
     assert samples == [9, 15, 19, 24, 28]
     assert chosen.nonzero()[:, 0].tolist() == sorted(heads + samples)
@@ -284,7 +284,7 @@ def test_kriging_is_the_best_linear_predictor(block: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(krige, "BLOCK", block)
     rule = KrigeRecompute(0.4, heads=0.5)
     given = state([*range(5, 18), *range(20, 30)])
-    chosen, heads = rule.tokens(0, given), rule._choose(given)[0]
+    chosen, heads = rule.tokens(0, given), rule._choose(given)[2]
     spread = rule.spread(given)
     assert spread is not None
     noise = torch.Generator().manual_seed(0)
