@@ -26,6 +26,7 @@ from experiments.public import Record, read, sentences
 
 AHEAD, WIDTH = 2_000, 6_000  # characters
 EVERY = 10  # sentences
+STARTS = (0, 20, 30, 10, 5, 15, 25, 35)  # of reviews
 
 
 def prompts(folder: Path) -> Iterator[Record]:
@@ -86,9 +87,9 @@ def translated(folder: Path, donor: str) -> Iterator[Record]:
 
 
 def reviews(folder: Path) -> Iterator[Record]:
-    """Every fortieth, so that they are spread over the file."""
-    found = read(folder / "paraphrase" / "counterfactual_imdb.jsonl.gz")
-    for review in itertools.islice(found, 0, None, 40):
+    """Every fortieth of those at `STARTS`, one start after another: each is spread over the file."""
+    found = list(read(folder / "paraphrase" / "counterfactual_imdb.jsonl.gz"))
+    for review in itertools.chain.from_iterable(found[start::40] for start in STARTS):
         yield {
             "id": str(review["id"]),
             "donor": review["original"],
