@@ -87,7 +87,7 @@ def translated(folder: Path, donor: str) -> Iterator[Record]:
 
 
 def reviews(folder: Path) -> Iterator[Record]:
-    """Every fortieth of those at `STARTS`, one start after another: each is spread over the file."""
+    """Every fortieth from each of `STARTS`, so that any few are spread over the file."""
     found = list(read(folder / "paraphrase" / "counterfactual_imdb.jsonl.gz"))
     for review in itertools.chain.from_iterable(found[start::40] for start in STARTS):
         yield {
