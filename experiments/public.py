@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ def read(path: Path) -> Iterator[Record]:
     try:
         with opened(path, "rt", encoding="utf-8") as lines:
             yield from map(json.loads, lines)
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read ({error})") from None
 
 

@@ -1,7 +1,6 @@
 """Errors at the boundary: one line that names the field, the value and what would be right."""
 
 from math import inf
-from numbers import Integral
 
 
 class KvsemError(Exception):
@@ -37,8 +36,7 @@ def check_range(field: str, value: float, low: float, high: float) -> None:
 
 def check_count(field: str, value: int, at_least: int, at_most: float = inf) -> None:
     """Raise `SettingError` unless ``value`` is a whole number in the range, both ends included."""
-    whole = isinstance(value, Integral) and not isinstance(value, bool)
-    if not (whole and at_least <= value <= at_most):
+    if type(value) is not int or not at_least <= value <= at_most:
         end = "" if at_most == inf else f" to {at_most}"
         raise SettingError(field, value, f"a whole number from {at_least}{end}")
 

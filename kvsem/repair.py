@@ -11,6 +11,7 @@ import torch
 from kvsem import rope
 from kvsem.errors import KvsemError, SettingError
 from kvsem.forward import KV, Arrived, Job, Watch
+from kvsem.keys import chain_key
 from kvsem.lm import LM
 from kvsem.recompute.base import Adjusts, Needs, Recompute, Spread, Spreads, State
 from kvsem.types import ChunkKV, Provenance, ReusePlan
@@ -54,7 +55,7 @@ class Repair:
             [span for span in chunks if bool(matched[slice(*span)].any())],
             [span for span in runs if bool(matched[slice(*span)].any())],
             torch.from_numpy(plan.provenance == Provenance.SEMANTIC),
-            _apart(plan, entries),
+            _apart(plan, entries, ids),
             seed,
             n_layers=lm.n_layers,
         )
@@ -232,16 +233,24 @@ def _by_head(flat: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return flat.view(len(flat), kv_heads, -1).transpose(0, 1)
 
 
-def _apart(plan: ReusePlan, entries: Mapping[str, ChunkKV]) -> torch.Tensor:
-    """`State.apart`. Exact prefix and earlier runs of the same entry stand ahead in both."""
+def _apart(plan: ReusePlan, entries: Mapping[str, ChunkKV], ids: np.ndarray) -> torch.Tensor:
+    """`State.apart`. Ahead of a chunk its entry's donor has the same tokens, or no more of them
+    than the system prompt; inside, those that were aligned, whether they are reused or not."""
     apart = torch.zeros(plan.n_tokens)
-    exact = int((plan.provenance != Provenance.PREFIX).argmax())
-    shared = dict.fromkeys(entries, exact)
-    for run in sorted(plan.runs, key=lambda run: run.target):
-        here, there = run.target, entries[run.entry].position + run.source
-        both = min(shared[run.entry], here, there)
-        only_one = here + there - 2 * both
-        ahead = only_one + both + torch.arange(run.length)
-        apart[here : here + run.length] = only_one / ahead.clamp_min(1)
-        shared[run.entry] += max(0, run.length - max(0, exact - here))
+    head = next((c.end for c in plan.chunks if c.kind == "system"), 0)
+    for chunk in plan.chunks:
+        own = [run for run in plan.runs if chunk.start <= run.target < chunk.end]
+        if not own:
+            continue
+        entry = entries[own[0].entry]
+        follows = chain_key(entry.namespace, ids[: entry.position]) == entry.context_key
+        shared = entry.position if follows else min(head, entry.position)
+        aligned = np.cumsum(plan.provenance[chunk.start : chunk.end] != Provenance.NEW)
+        for run in own:
+            here, there = run.target, entry.position + run.source
+            inside = int(aligned[here - chunk.start]) - 1
+            both = min(shared + inside, here, there)
+            only_one = here + there - 2 * both
+            ahead = only_one + both + torch.arange(run.length)
+            apart[here : here + run.length] = only_one / ahead.clamp_min(1)
     return apart

@@ -66,9 +66,10 @@ class LexicalGate:
         n = sum(word.kind != "mark" for word in words)
         if self.wide_from is not None and n >= LONG:
             ends = _ends(words, found)
+            enough = max(self.wide_from, self.min_kept)
             for share in SHARES:
                 computed: np.ndarray = np.logical_or(self._carried(words, found, share), ends)
-                if _kept(words, computed) >= self.wide_from:
+                if _kept(words, computed) >= enough:
                     return computed
         return self._carried(words, found, 0.0)
 
@@ -93,7 +94,8 @@ class LexicalGate:
 
     def _end(self, words: Sequence[Word], difference: Difference, share: float) -> int:
         if difference.kind in MEANING:
-            return max(reached(words, difference, to) for to in (self.reach, int(share * FAR)))
+            near, far = reached(words, difference, self.reach), int(share * FAR)
+            return max(near, reached(words, difference, far)) if far else near
         was_left_out = difference.start == difference.end and bool(self.reach)
         far = max(int(share * OTHER), int(was_left_out)) if difference.kind == "word" else 0
         return reached(words, difference, far) if far else difference.end
@@ -106,8 +108,12 @@ def _ends(words: Sequence[Word], found: Sequence[Difference]) -> np.ndarray:
     for difference in found:
         if difference.kind != "mark" and words:
             at = max(difference.start, difference.end - 1)
-            end = last[words[min(at, len(words) - 1)].sentence]
-            computed[end : end + 3] = True
+            start = end = last[words[min(at, len(words) - 1)].sentence]
+            left = 2
+            while end + 1 < len(words) and left:
+                end += 1
+                left -= words[end].kind != "mark"
+            computed[start : end + 1] = True
     return computed
 
 

@@ -12,8 +12,10 @@ import torch
 from kvsem.aligners.edit import EditAligner
 from kvsem.aligners.hybrid import HybridAligner
 from kvsem.aligners.nearest import NearestAligner
+from kvsem.contexts.alone import Alone
 from kvsem.contexts.behind_system import BehindSystem
 from kvsem.embedders.hashing import HashingEmbedder
+from kvsem.gates.lexical import LexicalGate
 from kvsem.gates.threshold import ThresholdGate
 from kvsem.harness import Arm, Harness
 from kvsem.lm import LM
@@ -149,4 +151,52 @@ def test_how_far_apart_prompt_and_donor_are_ahead_of_each_token(llama: LM, which
             checked += 1
     assert checked >= 20
     assert float(apart[loaded.plan.computed].max()) == 0
+    engine.drop(loaded)
+
+
+def test_how_far_apart_they_are_does_not_hang_on_other_requests_or_on_the_gate(llama: LM) -> None:
+    """Prefix pages that a request left behind say nothing of the donor; what a gate has computed
+    stands in both texts."""
+    first, shared = prose(4, 40), " ".join(f"{i} {prose(i, 12)}" for i in range(6))
+    edited = shared.replace("2 ", "7 ").replace("4 ", "9 ")
+    asked = Request.rag("q", [first, edited], QUESTION, system=SYSTEM, max_new_tokens=1)
+    found = []
+    for gate in (ThresholdGate(-1.0), LexicalGate()):
+        for before in ([], [Request.rag("p", [first], QUESTION, system=SYSTEM, max_new_tokens=1)]):
+            engine = tiny_engine(
+                llama, embedder=HashingEmbedder(), gate=gate, context=BehindSystem(), admit="all"
+            )
+            for request in before:
+                engine.generate(request)
+            engine.ingest([shared], system=SYSTEM)
+            loaded = engine.load(asked)
+            apart, similar = loaded.repair.state.apart, loaded.repair.state.similar
+            assert apart is not None
+            assert similar is not None
+            found.append((similar.numpy(), apart.numpy()))
+            engine.drop(loaded)
+    for similar, apart in found:
+        both = similar & found[0][0]
+        assert both.sum() > 20
+        np.testing.assert_allclose(apart[both], found[0][1][both], atol=0.02)
+
+
+def test_a_donor_that_stood_alone_shares_nothing_ahead(llama: LM) -> None:
+    short, long = prose(3, 30), " ".join([prose(2, 8), prose(3, 30)])
+    engine = tiny_engine(
+        llama,
+        embedder=HashingEmbedder(),
+        gate=ThresholdGate(-1.0),
+        context=Alone(),
+        admit="none",
+    )
+    engine.ingest([long], system=SYSTEM)
+    loaded = engine.load(Request.rag("q", [short], QUESTION, system=SYSTEM))
+    run = max(loaded.plan.runs, key=lambda run: run.length)
+    entry = engine.store.get(run.entry)
+    apart = loaded.repair.state.apart
+    assert entry is not None
+    assert apart is not None
+    assert entry.position == 1  # behind the token that begins a text
+    assert float(apart[run.target]) >= 1 - 2 / run.target
     engine.drop(loaded)

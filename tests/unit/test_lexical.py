@@ -145,6 +145,15 @@ def test_in_a_long_text_a_difference_carries_further(other: str, near: str, wide
     assert spans(short, 0.5)[0] == spans(short, None)[0]
 
 
+def test_what_begins_the_next_sentence_is_two_words_whatever_ends_this_one() -> None:
+    for end in ('."', "?!", "."):
+        other = SENTENCE.format(3).replace("it.", f"it{end}")
+        target = LONG.replace(SENTENCE.format(3), other.replace("long", "big"))
+        donor = Candidate(LONG.replace(SENTENCE.format(3), other), 0.9)
+        last = LexicalGate().accept(target, donor).compute[-1]
+        assert target[last.start : last.end].endswith(" The 4th")
+
+
 def test_where_little_would_be_left_it_carries_less_far() -> None:
     """A word in every sentence: five words behind it, three, two, one, none but those at the
     sentence's end, and no more than in a short text."""
@@ -159,9 +168,8 @@ def test_where_little_would_be_left_it_carries_less_far() -> None:
         "slow slow",
         "slow slow",
     ]
-    assert (
-        not LexicalGate(wide_from=0.0, min_kept=0.8).accept(target, Candidate(LONG, 0.9)).accepted
-    )
+    at_least = LexicalGate(wide_from=0.0, min_kept=0.8).accept(target, Candidate(LONG, 0.9))
+    assert len(at_least.compute) == 10  # carried as far as the candidate need not be refused
 
 
 def test_another_wording_does_not_reach() -> None:
