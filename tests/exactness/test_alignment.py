@@ -175,10 +175,11 @@ def test_how_far_apart_they_are_does_not_hang_on_other_requests_or_on_the_gate(l
             assert similar is not None
             found.append((similar.numpy(), apart.numpy()))
             engine.drop(loaded)
-    for similar, apart in found:
-        both = similar & found[0][0]
+    first_similar, first_apart = found[0]
+    for also_similar, also_apart in found:
+        both = also_similar & first_similar
         assert both.sum() > 20
-        np.testing.assert_allclose(apart[both], found[0][1][both], atol=0.02)
+        np.testing.assert_allclose(also_apart[both], first_apart[both], atol=0.02)
 
 
 def test_a_donor_that_stood_alone_shares_nothing_ahead(llama: LM) -> None:
