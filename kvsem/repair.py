@@ -239,13 +239,14 @@ def _apart(plan: ReusePlan, entries: Mapping[str, ChunkKV], ids: np.ndarray) -> 
     apart = torch.zeros(plan.n_tokens)
     head = next((c.end for c in plan.chunks if c.kind == "system"), 0)
     for chunk in plan.chunks:
-        own = [run for run in plan.runs if chunk.start <= run.target < chunk.end]
-        if not own:
+        kinds = plan.provenance[chunk.start : chunk.end]
+        if not (kinds == Provenance.SEMANTIC).any():
             continue
+        own = [run for run in plan.runs if chunk.start <= run.target < chunk.end]
         entry = entries[own[0].entry]
         follows = chain_key(entry.namespace, ids[: entry.position]) == entry.context_key
         shared = entry.position if follows else min(head, entry.position)
-        aligned = np.cumsum(plan.provenance[chunk.start : chunk.end] != Provenance.NEW)
+        aligned = np.cumsum(kinds != Provenance.NEW)
         for run in own:
             here, there = run.target, entry.position + run.source
             inside = int(aligned[here - chunk.start]) - 1

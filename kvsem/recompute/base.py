@@ -42,9 +42,9 @@ class State:
     runs: list[tuple[int, int]] = field(default_factory=list)  # spans that also stood together in
     # their donor, in order: of an identical chunk one, of a similar one those between its edits
     similar: torch.Tensor | None = None  # bool [n_tokens], matched in a chunk that is not identical
-    apart: torch.Tensor | None = None  # fp32 [n_tokens]: of what stands ahead of a matched token,
-    # here and in its donor, the share that only one of the two has, 0 to 1; of passages ahead that
-    # both have in other places nothing is known, they count as two
+    apart: torch.Tensor | None = None  # fp32 [n_tokens], in similar chunks: of what stands ahead of
+    # the token, here and in its donor, the share that only one of the two has, 0 to 1; of passages
+    # ahead that both have in other places nothing is known, they count as two
     seed: int = 0
     n_layers: int = 0
     previous: torch.Tensor | None = None  # what the rule chose at the layer before
