@@ -122,7 +122,11 @@ def test_how_far_apart_prompt_and_donor_are_ahead_of_each_token(llama: LM, which
     """Of the tokens ahead of it in either, those that only one has: counted in the two prompts."""
     short = " ".join([prose(1, 12), prose(3, 20)])
     long = " ".join([prose(1, 12), prose(2, 30), prose(3, 20)])
-    texts = {"left out": (long, short), "put in": (short, long), "behind others": (short, f"{short} lantern")}
+    texts = {
+        "left out": (long, short),
+        "put in": (short, long),
+        "behind others": (short, f"{short} lantern"),
+    }
     donor, target = texts[which]
     others = [prose(4)] if which == "behind others" else []
     engine = tiny_engine(
