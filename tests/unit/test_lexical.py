@@ -145,6 +145,11 @@ def test_in_a_long_text_a_difference_carries_further(other: str, near: str, wide
     assert spans(short, 0.5)[0] == spans(short, None)[0]
 
 
+def test_a_clause_ends_where_it_does() -> None:
+    """A word left out behind a mark: the next clause is not begun."""
+    assert computed("he came , but slowly", "he came not , but slowly", "clause") == [","]
+
+
 def test_what_begins_the_next_sentence_is_two_words_whatever_ends_this_one() -> None:
     for end in ('."', "?!", "."):
         other = SENTENCE.format(3).replace("it.", f"it{end}")

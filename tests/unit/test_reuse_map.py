@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from experiments.embeddings.pairs import FILES
-from experiments.public import sentences
+from experiments.public import read, sentences
 from experiments.reuse_map.bench import KEYS, means, overlap
 from experiments.reuse_map.changes import (
     AHEAD,
@@ -27,6 +28,7 @@ from experiments.reuse_map.changes import (
 from experiments.reuse_map.map import changed, inside, summarise
 from experiments.reuse_map.semsharekv import replaced
 from experiments.study import DATA
+from kvsem.errors import DataError
 
 ROOT = Path(__file__).parents[2]
 needs_data = pytest.mark.skipif(
@@ -162,3 +164,16 @@ def test_a_mistake_is_one_line(study: str, given: str, said: str) -> None:
     assert done.returncode == 2
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
+    whole = gzip.compress("".join(f'{{"id": {i * 7919}}}\n' for i in range(500)).encode())
+    for name, body in {
+        "cut": whole[:400],
+        "overwritten": whole[:10] + b"\xff" + whole[11:],  # a block of no kind that there is
+        "text": b"no gzip",
+    }.items():
+        path = tmp_path / f"{name}.jsonl.gz"
+        path.write_bytes(body)
+        with pytest.raises(DataError, match=f"{name}.*cannot be read"):
+            list(read(path))
